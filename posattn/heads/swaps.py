@@ -1,0 +1,101 @@
+"""Positional and symbolic score of one query over all swaps of two earlier keys, in closed form.
+
+When the keys at positions i and j are exchanged, the two attention weights become proportional to
+(e^M[i,j], e^M[j,i]); before they were proportional to (e^M[i,i], e^M[j,j]). Nothing else in the cosines depends on the
+softmax's normaliser. With δ = M[i,i] − M[j,j], δ' = M[i,j] − M[j,i] and the unit vectors
+(c, s) = (√σ(2δ), √σ(−2δ)), (c', s') likewise:
+
+    cos((D'_i, D'_j), (D_i, D_j)) = c c' + s s',      cos((D'_i, D'_j), (D_j, D_i)) = s c' + c s'
+
+which never overflows. The weight of a swap is the softmax over swaps of |D_i − D_j| / τ. Sort the keys by D: then
+|D_i − D_j| = D_i − D_j for i before j, and the weight separates into exp((D_i − D_max)/τ) · exp((D_min − D_j)/τ). Rows
+whose first factor, and columns whose second factor, are below the rounding error of the sum are never touched: a
+head that stands on few keys costs O(n d), only a flat one O(n² d).
+
+Source of the scores: arXiv 2511.11579 and arXiv 2605.31558; the closed form and the sorting are ours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from posattn.errors import InputError
+from posattn.heads.crosslogits import cap
+
+TAU = 1e-4  # temperature of the weights of swaps, in units of attention weight (arXiv 2605.31558)
+_BUDGET = 2**24  # elements of one work tensor
+
+
+def swap_scores(
+    queries: Float[Tensor, "g n d"],
+    keys: Float[Tensor, "g n d"],
+    weights: Float[Tensor, "g n"],
+    softcap: float | None = None,
+    tau: float = TAU,
+) -> tuple[Float[Tensor, "g"], Float[Tensor, "g"]]:
+    """Positional and symbolic score (both in [0, 1]) of G queries, over all n(n−1)/2 swaps.
+
+    Args:
+        queries, keys: U and K with M = cap(U Kᵀ), see `crosslogits`.
+        weights: attention weights D of those keys.
+        tau: temperature of the weights of swaps; 0 is the limit: swaps of the largest |D_i − D_j| alone, ties alike.
+
+    Raises:
+        InputError: fewer than two keys, a negative τ, or weights that are not finite.
+    """
+    count, n, width = keys.shape
+    if n < 2:
+        raise InputError("a swap needs two earlier keys in view: use a longer prompt or a later query")
+    if not (tau >= 0 and math.isfinite(tau)):
+        raise InputError(f"tau must be a finite number of at least 0, not {tau}")
+    if not torch.isfinite(weights).all():
+        raise InputError("attention weights are not finite")
+    ordered, order = weights.double().sort(-1, descending=True)
+    top, bottom = ordered[:, :1], ordered[:, -1:]
+    if tau > 0:
+        high, low = torch.exp((ordered - top) / tau), torch.exp((bottom - ordered) / tau)
+    else:
+        high, low = (ordered == top).double(), (ordered == bottom).double()
+    # the heaviest swap has weight 1, so dropping rows and columns below this moves a score by less than `slack`
+    slack = 1e-13 if weights.dtype == torch.float64 else 1e-9
+    rows = (high > slack / n**2).sum(-1)
+    columns = (low > slack / n**2).sum(-1)
+    # heads of like size together: the exponents of the powers of two above rows and columns
+    size = torch.stack([_log2(rows), _log2(columns)], -1).tolist()
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, (r, c) in enumerate(size):
+        groups.setdefault((r, c), []).append(index)
+    positional = torch.empty(count, dtype=torch.float64, device=keys.device)
+    symbolic = torch.empty_like(positional)
+    for (r, c), members in groups.items():
+        r, c = min(2**r, n), min(2**c, n)
+        step = max(1, _BUDGET // max(r * c, (r + c) * width))
+        for start in range(0, len(members), step):
+            chosen = torch.tensor(members[start : start + step], device=keys.device)
+            head, tail = order[chosen, :r], order[chosen, n - c :]
+            block = chosen.unsqueeze(-1)
+            row_q, row_k = queries[block, head], keys[block, head]
+            column_q, column_k = queries[block, tail], keys[block, tail]
+            row_m, column_m = cap((row_q * row_k).sum(-1), softcap), cap((column_q * column_k).sum(-1), softcap)
+            before = row_m.unsqueeze(-1) - column_m.unsqueeze(-2)
+            after = cap(row_q @ column_k.mT, softcap) - cap(row_k @ column_q.mT, softcap)
+            c0, s0 = torch.sigmoid(2 * before).sqrt_(), torch.sigmoid(-2 * before).sqrt_()
+            c1, s1 = torch.sigmoid(2 * after).sqrt_(), torch.sigmoid(-2 * after).sqrt_()
+            weight = high[chosen, :r].unsqueeze(-1) * low[chosen, n - c :].unsqueeze(-2)
+            # each pair once: the row's place in the order is before the column's
+            weight = weight.triu(1 - (n - c)).to(keys.dtype)
+            total = weight.sum((-1, -2), dtype=torch.float64)
+            same = torch.addcmul(c0 * c1, s0, s1).mul_(weight)
+            other = torch.addcmul(s0 * c1, c0, s1).mul_(weight)
+            positional[chosen] = same.sum((-1, -2), dtype=torch.float64) / total
+            symbolic[chosen] = other.sum((-1, -2), dtype=torch.float64) / total
+    return positional.clamp_(0, 1).to(keys.dtype), symbolic.clamp_(0, 1).to(keys.dtype)
+
+
+def _log2(count: Tensor) -> Tensor:
+    """The smallest e with 2^e ≥ count."""
+    return torch.ceil(torch.log2(count.clamp(min=1).double())).long()
