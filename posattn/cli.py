@@ -1,0 +1,82 @@
+"""The command line: `posattn profile | heads | simulate | ...`.
+
+This module only gathers the commands of `posattn.commands` and turns what they raise into exit codes:
+0 done; 2 and one line on stderr for what the caller can mend; 1 and one line for a fault of ours (`--debug` shows the
+traceback); 130 when interrupted. Nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from posattn import __version__
+from posattn.errors import PosattnError
+
+app = typer.Typer(
+    name="posattn",
+    help="Where in the context a transformer looks, why its architecture makes it look there, and which heads work by "
+    "position and which by symbol.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+#: commands in the order of the help page; each is a function of that name in a module of that name
+COMMANDS = ("profile",)
+
+for _name in COMMANDS:
+    app.command(_name)(getattr(importlib.import_module(f"posattn.commands.{_name}"), _name))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"posattn {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def posattn(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    # `--debug` is understood before and after the command's name
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        code = app(arguments, standalone_mode=False, prog_name="posattn")
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+    except PosattnError as error:
+        return _fail(str(error), 2, debug)
+    except BrokenPipeError:  # the reader of our output went away: nothing to tell it
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's usage errors, whichever click it brings
+            return _fail(error.format_message(), 2, debug)  # type: ignore[attr-defined]
+        hint = "" if debug else " (--debug shows where)"
+        return _fail(f"internal error, {type(error).__name__}: {error}{hint}", 1, debug)
+
+
+def _fail(message: str, code: int, debug: bool = False) -> int:
+    if debug:
+        traceback.print_exc()
+    print("posattn:", " ".join(message.split()), file=sys.stderr)
+    return code

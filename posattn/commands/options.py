@@ -1,0 +1,49 @@
+"""Arguments and options that several commands share, each written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+# typer reads these at import time, on every supported Python; hence Optional
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A hub name, a folder, a .gguf file, or bundled:NAME (`posattn models`).")
+]
+Data = Annotated[
+    str,
+    typer.Option(
+        "--text",
+        "--data",
+        metavar="SOURCE",
+        help="A text file, a .jsonl file, hf:NAME of a data set, or bundled:python-docs.",
+    ),
+]
+Field = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--field", metavar="NAME", help="Which field of a .jsonl file or data set holds the text."),
+]
+Length = Annotated[int, typer.Option("--length", min=2, help="Tokens in each document.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="How many documents to measure.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Documents in each forward pass.")]
+Bos = Annotated[
+    Optional[bool],  # noqa: UP045
+    typer.Option(
+        "--bos/--no-bos", help="Begin each document with the BOS token. By default as the tokenizer does it."
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Decides which documents are drawn.")]
+Device = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1, mps. By default CUDA where there is one."),
+]
+Dtype = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--dtype", metavar="NAME", help="float32, bfloat16, float16. By default the model's own."),
+]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder for the results.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the results that are in that folder already.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]

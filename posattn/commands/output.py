@@ -1,0 +1,104 @@
+"""Where a command's results go: a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from posattn.errors import InputError, PosattnWarning
+
+
+def check_target(out: Path, overwrite: bool) -> None:
+    """Refuse, before anything is computed, a folder that may not be written.
+
+    Raises:
+        InputError: `out` exists and `overwrite` is off; or it is no folder of results, which is never replaced.
+    """
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise InputError(f"--out {out} is a file; name a folder")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise InputError(f"{out} exists already; choose another --out, or add --overwrite to replace it")
+    if not is_result(out):
+        raise InputError(f"{out} holds something other than posattn's results; it is not overwritten, choose another")
+
+
+def is_result(folder: Path) -> bool:
+    """Whether `folder` holds what a command of ours wrote."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and "schema" in summary and "command" in summary
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its place when the block ends, and vanishes when it raises."""
+    check_target(out, overwrite)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise InputError(f"cannot write to {out}: {error.strerror or error}") from error
+    try:
+        fresh.chmod(0o777 & ~_umask())
+        yield fresh
+        check_target(out, overwrite)  # somebody else may have written there in the meantime
+        if out.exists():
+            aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+            os.replace(out, aside / out.name)
+            os.replace(fresh, out)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.replace(fresh, out)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Our own warnings as sentences, once each; they are repeated on stderr and in the report.
+
+    Warnings of other libraries are not the caller's to mend and are left out.
+    """
+    sentences: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", PosattnWarning)
+        try:
+            yield sentences
+        finally:
+            for warning in caught:
+                sentence = " ".join(str(warning.message).split())
+                if issubclass(warning.category, PosattnWarning) and sentence not in sentences:
+                    sentences.append(sentence)
+
+
+def quiet_libraries() -> None:
+    """Keep the progress bars and notices of other libraries off our stderr."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def say(message: str, quiet: bool = False) -> None:
+    """One line of progress on stderr."""
+    if not quiet:
+        print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,256 @@
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const $ = (selector, within) => (within || document).querySelector(selector);
+  const all = (selector, within) => Array.from((within || document).querySelectorAll(selector));
+  const store = {
+    get() { try { return localStorage.getItem("posattn-theme"); } catch { return null; } },
+    set(value) { try { value ? localStorage.setItem("posattn-theme", value) : localStorage.removeItem("posattn-theme"); } catch { /* private window */ } },
+  };
+
+  /* ---- theme ---- */
+  const themes = ["", "light", "dark"];
+  const themeButton = $("#theme");
+  function setTheme(theme) {
+    if (theme) root.dataset.theme = theme; else delete root.dataset.theme;
+    themeButton.textContent = "Colours: " + (theme || "system");
+    themeButton.setAttribute("aria-label", "Colours: " + (theme || "as the system has them"));
+    drawn.forEach((chart) => chart.draw());
+  }
+
+  /* ---- charts ---- */
+  const colour = (token) => getComputedStyle(root).getPropertyValue("--" + token).trim();
+  const scale = () => ["h0", "h1", "h2", "h3", "h4", "h5"].map((name, index) => [index / 5, colour(name)]);
+  const diverging = () => [[0, colour("c0")], [0.5, colour("card")], [1, colour("mark")]];
+
+  /* colour tokens (`@c0`) become this theme's colours; packed grids become numbers */
+  function resolve(value) {
+    if (typeof value === "string") {
+      if (value === "@sequential") return scale();
+      if (value === "@diverging") return diverging();
+      return /^@[a-z]+[0-9]?$/.test(value) ? colour(value.slice(1)) || value : value;
+    }
+    if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map(resolve);
+    if (value && typeof value === "object") {
+      if (value.packed) return unpack(value);
+      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolve(item)]));
+    }
+    return value;
+  }
+
+  function unpack({ packed, rows, columns, low, high }) {
+    const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
+    const grid = [];
+    for (let i = 0; i < rows; i++) {
+      grid.push(Array.from(bytes.subarray(i * columns, (i + 1) * columns), (byte) => (byte === 255 ? null : low + ((high - low) * byte) / 254)));
+    }
+    return grid;
+  }
+
+  function merge(into, from) {
+    for (const [key, value] of Object.entries(from || {})) {
+      if (value && typeof value === "object" && !Array.isArray(value) && into[key] && typeof into[key] === "object") merge(into[key], value);
+      else into[key] = value;
+    }
+    return into;
+  }
+
+  function baseLayout(width) {
+    const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zerolinecolor: colour("line"), automargin: true, title: { standoff: 10, font: { size: 13, color: colour("soft") } }, tickfont: { size: 12 } };
+    return {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: colour("ink") },
+      margin: { l: 10, r: 12, t: 8, b: 8 }, xaxis: structuredClone(axis), yaxis: structuredClone(axis), hovermode: "x unified",
+      hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("ink") } },
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { size: width < 500 ? 11 : 13 }, bgcolor: "rgba(0,0,0,0)" },
+      showlegend: true, dragmode: width < 500 ? false : "zoom",
+    };
+  }
+
+  class Chart {
+    constructor(figure) {
+      this.figure = figure;
+      this.plot = $(".plot", figure);
+      this.data = JSON.parse($(".chart-data", figure).textContent);
+      this.log = this.data.logFirst;
+      this.choice = [];
+      all("[data-control]", figure).forEach((element) => {
+        const index = Number(element.dataset.control);
+        if (element.tagName === "SELECT") {
+          this.choice[index] = element.value;
+          element.addEventListener("change", () => { this.choice[index] = element.value; this.draw(); });
+        } else {
+          if (element.getAttribute("aria-pressed") === "true") this.choice[index] = element.dataset.option;
+          element.addEventListener("click", () => {
+            all(`[data-control="${index}"]`, figure).forEach((other) => other.setAttribute("aria-pressed", String(other === element)));
+            this.choice[index] = element.dataset.option;
+            this.draw();
+          });
+        }
+      });
+      const toggle = $("[data-log]", figure);
+      if (toggle) toggle.addEventListener("click", () => { this.log = !this.log; toggle.setAttribute("aria-pressed", String(this.log)); this.draw(); });
+      $("[data-copy]", figure).addEventListener("click", () => copy(this.table(), "Data of the figure copied"));
+    }
+    get view() { return this.data.views[this.choice.join("|")] || Object.values(this.data.views)[0]; }
+    draw() {
+      const width = this.plot.clientWidth;
+      if (!width) return;
+      const view = resolve(this.view);
+      const layout = merge(baseLayout(width), structuredClone(view.layout || {}));
+      layout.height = this.data.square ? Math.min(width, 620) : this.data.height;
+      layout.width = width;
+      if (this.data.log) layout[this.data.log + "axis"].type = this.log ? "log" : "linear";
+      if (this.log && this.data.log) delete layout[this.data.log + "axis"].rangemode;
+      if (width < 500) view.traces.forEach((trace) => { if (trace.colorbar) trace.colorbar.thickness = 10; });
+      window.Plotly.react(this.plot, view.traces, layout, { displaylogo: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: width >= 500 ? "hover" : false })
+        .then(() => { this.figure.dataset.drawn = "true"; });
+      if (!this.listening && this.plot.on) {
+        this.listening = true;
+        this.plot.on("plotly_click", (event) => {
+          const point = event.points[0];
+          const anchor = Array.isArray(point.customdata) ? point.customdata[0] : point.customdata;
+          if (typeof anchor === "string" && anchor.startsWith("#")) go(anchor);
+        });
+      }
+    }
+    table() {
+      const view = resolve(this.view), lines = [];
+      view.traces.forEach((trace) => {
+        if (trace.meta === "band") return;
+        if (trace.type === "heatmap") {
+          lines.push(["y \\ x", ...(trace.x || trace.z[0].map((_, index) => index))].join("\t"));
+          trace.z.forEach((row, index) => lines.push([trace.y ? trace.y[index] : index, ...row].join("\t")));
+        } else {
+          lines.push(["x", trace.name || "y"].join("\t"));
+          (trace.x || trace.y.map((_, index) => index)).forEach((x, index) => lines.push([x, trace.y[index]].join("\t")));
+        }
+        lines.push("");
+      });
+      return lines.join("\n");
+    }
+  }
+
+  const drawn = [];
+  const byId = new Map();
+  function drawVisible(within) {
+    all("figure.chart", within).forEach((figure) => {
+      if (figure.closest("details:not([open])")) return;
+      let chart = byId.get(figure.id);
+      if (!chart) { chart = new Chart(figure); byId.set(figure.id, chart); drawn.push(chart); }
+      chart.draw();
+    });
+  }
+
+  /* ---- copy ---- */
+  let toastTimer;
+  function say(message) {
+    const toast = $("#toast");
+    toast.textContent = message;
+    toast.classList.add("shown");
+    clearTimeout(toastTimer);
+    toastTimer = setTimeout(() => toast.classList.remove("shown"), 1600);
+  }
+  async function copy(text, message) {
+    try { await navigator.clipboard.writeText(text); } catch {
+      const area = document.createElement("textarea");
+      area.value = text;
+      document.body.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+    say(message);
+  }
+
+  /* ---- tables ---- */
+  function key(cell) {
+    if (cell.dataset.value !== undefined) return Number(cell.dataset.value);
+    const text = cell.textContent.trim();
+    return text === "–" ? null : text;
+  }
+  all("[data-table]").forEach((block) => {
+    const body = $("tbody", block), rows = Array.from(body.rows);
+    all("[data-sort]", block).forEach((button, index) => button.addEventListener("click", () => {
+      const heading = button.closest("th");
+      const up = heading.getAttribute("aria-sort") !== "ascending";
+      all("th[aria-sort]", block).forEach((other) => other.removeAttribute("aria-sort"));
+      heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+      rows.sort((a, b) => {
+        const left = key(a.cells[index]), right = key(b.cells[index]);
+        if (left === null || right === null) return (left === null) - (right === null);
+        const order = typeof left === "number" && typeof right === "number" ? left - right : String(left).localeCompare(String(right), undefined, { numeric: true });
+        return up ? order : -order;
+      });
+      body.append(...rows);
+    }));
+    const filter = $("[data-filter]", block);
+    if (filter) {
+      const count = $(".count", block);
+      const apply = () => {
+        const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+        let shown = 0;
+        rows.forEach((row) => {
+          const text = row.textContent.toLowerCase();
+          row.hidden = !words.every((word) => text.includes(word));
+          if (!row.hidden) shown += 1;
+        });
+        count.textContent = shown === rows.length ? `${rows.length} rows` : `${shown} of ${rows.length} rows`;
+      };
+      filter.addEventListener("input", apply);
+      apply();
+    }
+    $("[data-copy]", block).addEventListener("click", () => {
+      const text = (cell) => (cell.dataset.value !== undefined ? cell.dataset.value : cell.textContent.trim());
+      const heads = all("thead th", block).map((heading) => $("button", heading).childNodes[0].textContent.trim());
+      const lines = Array.from(body.rows).filter((row) => !row.hidden).map((row) => Array.from(row.cells).map(text).join("\t"));
+      copy([heads.join("\t"), ...lines].join("\n"), "Table copied");
+    });
+  });
+
+  /* ---- places ---- */
+  function reveal() {
+    const id = decodeURIComponent(location.hash.slice(1));
+    const target = id && document.getElementById(id);
+    if (!target) return;
+    for (let outer = target.closest("details"); outer; outer = outer.parentElement.closest("details")) outer.open = true;
+    if (target.tagName === "DETAILS") target.open = true;
+    drawVisible(target.closest("section") || document);
+    target.scrollIntoView();
+  }
+  function go(anchor) { if (location.hash === anchor) reveal(); else location.hash = anchor; }
+  window.addEventListener("hashchange", reveal);
+  all("details.fold").forEach((fold) => fold.addEventListener("toggle", () => { if (fold.open) drawVisible(fold); }));
+
+  const links = new Map(all(".contents a").map((link) => [link.getAttribute("href").slice(1), link]));
+  const watcher = new IntersectionObserver((entries) => entries.forEach((entry) => {
+    if (!entry.isIntersecting) return;
+    links.forEach((link) => link.classList.remove("here"));
+    const link = links.get(entry.target.id);
+    if (link) link.classList.add("here");
+  }), { rootMargin: "-15% 0px -75% 0px" });
+  all("main > section").forEach((section) => watcher.observe(section));
+
+  /* ---- width, system theme, paper ---- */
+  let width = window.innerWidth, timer;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === width) return;
+    width = window.innerWidth;
+    clearTimeout(timer);
+    timer = setTimeout(() => drawn.forEach((chart) => chart.draw()), 120);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach((chart) => chart.draw()));
+  let before;
+  window.addEventListener("beforeprint", () => { before = root.dataset.theme || ""; setTheme("light"); });
+  window.addEventListener("afterprint", () => setTheme(before));
+
+  themeButton.addEventListener("click", () => {
+    const next = themes[(themes.indexOf(root.dataset.theme || "") + 1) % themes.length];
+    store.set(next);
+    setTheme(next);
+  });
+  const kept = store.get();
+  setTheme(themes.includes(kept) ? kept : "");
+  drawVisible();
+  reveal();
+  root.dataset.ready = "true";
+})();
