@@ -61,9 +61,14 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True)
 class Alibi:
-    """Linear bias −slope_h·(i−j), in the units of the logits that enter the softmax (scale already applied)."""
+    """Linear bias −slope_h·(i−j), in the units of the logits that enter the softmax (scale already applied).
+
+    `table` [H,N] is the bias that the model adds to the key at each position, as it really computes it: up to a constant
+    per row the same thing, except that some models round it (Falcon forms slope·position in bfloat16).
+    """
 
     slopes: Tensor  # [H]
+    table: Tensor | None = None  # [H,N]
 
 
 @dataclasses.dataclass(frozen=True)
