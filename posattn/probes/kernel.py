@@ -1,0 +1,202 @@
+"""The attention kernel: where a layer looks, averaged over documents (and heads).
+
+`A[i,j]` is the mean weight of source j in target i. Only real query rows count, each row with its own number of
+documents, and positions count real tokens. An attention sink (a learned extra column) takes weight away: the rows'
+mean sum is kept as `row_mass`, the mean missing mass of each head as `sink_mass`, and the rows themselves are
+renormalised to sum to 1, as a rollout needs them (which also removes the rounding of patterns held in bfloat16).
+
+The pattern is summed over documents and heads first, in float32, and only that [N,N] sum is added to the float64 total, so neither time
+nor memory grows with the number of heads unless `per_head` asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from posattn.errors import HookError, NothingMeasuredError
+from posattn.models.base import Batch, Model, Point
+from posattn.probes.base import Probe, expect_shape
+from posattn.probes.statistics import Aligner, Moments, Pending, Sums
+from posattn.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernels(Result):
+    """Attention kernels [T,N,N], or [T,H,N,N] when measured per head; rows sum to 1.
+
+    `row_mass` [T,N] or [T,H,N] is what the rows summed to before (1 without a sink); `sink_mass` [T,H] the mean mass
+    that goes to a head's sink; `counts` [N] the number of documents behind each row.
+    """
+
+    kind: ClassVar[str] = "kernels"
+
+    kernels: Float[Tensor, "t *h n n"]
+    row_mass: Float[Tensor, "t *h n"]
+    sink_mass: Float[Tensor, "t h"]
+    counts: Int[Tensor, " n"]
+    documents: int
+
+    @property
+    def per_head(self) -> bool:
+        """Whether the heads were kept apart."""
+        return self.kernels.dim() == 4
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """The last row of every kernel: columns layer, head (when kept), position, value."""
+        return last_rows(self.kernels)
+
+    def plot(self, ax: Any = None, layer: int = 0, head: int | None = None) -> Any:
+        """One kernel as a heat map; the mean over heads unless `head` is given."""
+        from posattn import plotting
+
+        kernel = self.kernels[layer]
+        if kernel.dim() == 3:
+            kernel = kernel.mean(0) if head is None else kernel[head]
+        title = f"layer {layer}" + ("" if head is None else f", head {head}")
+        return plotting.heatmap(plotting.axes(ax), kernel, x="source position", y="target position", title=title)
+
+
+def last_rows(kernels: Float[Tensor, "t *h n n"]) -> pd.DataFrame:
+    """The last row of every kernel as a tidy table."""
+    import pandas as pd
+
+    rows = kernels[..., -1, :]
+    names = ["layer", "head", "position"] if rows.dim() == 3 else ["layer", "position"]
+    index = pd.MultiIndex.from_product([range(size) for size in rows.shape], names=names)
+    return pd.DataFrame({"value": rows.flatten().tolist()}, index=index).reset_index()
+
+
+class KernelProbe(Probe):
+    """Measures the attention kernel of every layer; `per_head=True` keeps the heads apart."""
+
+    name: ClassVar[str] = "kernel"
+
+    def __init__(self, per_head: bool = False) -> None:
+        self.per_head = per_head
+        self._align = Aligner()
+        self._pending = Pending()
+        self._sums: list[Sums] = []  # [n,n] or [h,n,n], on the layer's device
+        self._counts = Sums(grow_axes=1)  # [n] documents behind each row
+        self._sinks: list[Moments] = []  # [h]
+        self._heads: list[int] = []
+        self._has_sink: list[bool] = []
+
+    @property
+    def needs(self) -> frozenset[Point]:
+        return frozenset({"pattern"})
+
+    @property
+    def documents(self) -> int:
+        return 0 if self._counts.total is None else int(self._counts.total[0])
+
+    def settings(self) -> dict[str, Any]:
+        return {"per_head": self.per_head}
+
+    def begin(self, model: Model) -> None:
+        self._check_layers(len(self._sums), model)
+        self._pending.clear()
+        self._heads = [layer.n_heads for layer in model.layers]
+        if self.per_head and len(set(self._heads)) > 1:
+            raise HookError(f"per-head kernels need equally many heads in every layer, the model has {self._heads}")
+        self._has_sink = [model.scheme(t, 2).sinks is not None for t in range(model.n_layers)]
+        if not self._sums:
+            self._allocate(model.n_layers)
+
+    def _allocate(self, layers: int) -> None:
+        self._sums = [Sums(grow_axes=2) for _ in range(layers)]
+        self._counts = Sums(grow_axes=1)
+        self._sinks = [Moments((heads,)) for heads in self._heads]
+
+    def update(self, layer: int, record: Mapping[str, Tensor], batch: Batch) -> None:
+        pattern = record["pattern"]
+        expect_shape("pattern", layer, pattern, batch, square=True)
+        if pattern.shape[1] != self._heads[layer]:
+            raise HookError(f"layer {layer}: the pattern has {pattern.shape[1]} heads, not {self._heads[layer]}")
+        dtype = torch.float64 if pattern.dtype == torch.float64 else torch.float32
+        alignment = self._align(batch.mask)
+        axes = 0 if self.per_head else (0, 1)
+        sink = self._has_sink[layer]
+        if alignment.full:
+            total = pattern.sum(axes, dtype=dtype)
+            mass = pattern.sum(-1, dtype=dtype).mean(-1) if sink else None  # [b,h]
+        else:
+            shape = (pattern.shape[1],) if self.per_head else ()
+            total = torch.zeros(*shape, alignment.width, alignment.width, dtype=dtype, device=pattern.device)
+            rows = []
+            for b in range(pattern.shape[0]):
+                # rows and columns of padding are left out, not zeroed: they may hold anything, NaN included
+                real = alignment.indices(b).to(pattern.device)
+                block = pattern[b].index_select(1, real).index_select(2, real)
+                total[..., : len(real), : len(real)] += block.to(dtype) if self.per_head else block.sum(0, dtype=dtype)
+                if sink:
+                    rows.append(block.sum(-1, dtype=dtype).mean(-1))
+            mass = torch.stack(rows) if rows else None
+        if finished := self._pending.put(layer, (total, mass), batch.mask, len(self._sums)):
+            for sums, moments, (total, mass) in zip(self._sums, self._sinks, finished, strict=True):
+                sums.add(total)
+                if mass is not None:
+                    moments.update(1 - mass)
+            self._counts.add(alignment.counts())
+
+    def result(self, model: Model | None = None) -> Kernels:
+        if not self.documents:
+            raise NothingMeasuredError("the kernel probe saw no document: run the model while the probe is attached")
+        assert self._counts.total is not None
+        counts = self._counts.total.cpu().double()
+        kernels, masses = [], []
+        for sums, heads in zip(self._sums, self._heads, strict=True):
+            assert sums.total is not None
+            mean = sums.total.cpu().double() / counts[:, None]
+            mean = mean if self.per_head else mean / heads
+            mass = mean.sum(-1, keepdim=True)
+            # a row without any mass (everything in the sink) stays empty rather than becoming NaN
+            kernels.append((mean / torch.where(mass == 0, torch.ones_like(mass), mass)).float())
+            masses.append(mass[..., 0])
+        width = max(self._heads)
+        sink = torch.stack([torch.nn.functional.pad(s.mean, (0, width - s.mean.shape[0])) for s in self._sinks])
+        return Kernels(
+            kernels=torch.stack(kernels),
+            row_mass=torch.stack(masses),
+            sink_mass=sink,
+            counts=counts.long(),
+            documents=self.documents,
+        )
+
+    def merge(self, other: KernelProbe) -> None:
+        self._check_mergeable(other)
+        if not other.documents:
+            return
+        if not self.documents:
+            self.load_state(other.state_tensors())
+            return
+        for mine, theirs in zip([*self._sums, self._counts], [*other._sums, other._counts], strict=True):
+            mine.merge(theirs)
+        for a, b in zip(self._sinks, other._sinks, strict=True):
+            a.merge(b)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        if not self.documents:
+            return {}
+        tensors = {"heads": torch.tensor(self._heads), **self._counts.state("count")}
+        for t, (sums, sinks) in enumerate(zip(self._sums, self._sinks, strict=True)):
+            tensors |= {**sums.state(f"sum.{t}"), **sinks.state(f"sink.{t}")}
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            self._allocate(len(self._sums))
+            return
+        self._heads = tensors["heads"].tolist()
+        layers = range(len(self._heads))
+        self._sums = [Sums.from_state(tensors, f"sum.{t}", grow_axes=2) for t in layers]
+        self._counts = Sums.from_state(tensors, "count", grow_axes=1)
+        self._sinks = [Moments.from_state(tensors, f"sink.{t}") for t in layers]

@@ -1,0 +1,291 @@
+"""The measuring loop: documents in, a `Measurement` out.
+
+Every batch is one forward pass with the probes attached; what is kept are running statistics only, so memory does not grow with the
+number of documents. With `checkpoint`, the statistics and the number of documents done are written atomically
+every few batches; `resume=True` goes on from there, after checking that the model (down to a sample of its weights),
+the documents and the settings are the same, and gives what an uninterrupted run gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from posattn.errors import CheckpointError, InputError, NothingMeasuredError
+from posattn.models.base import Model
+from posattn.probes.base import Probe
+from posattn.probes.kernel import KernelProbe, Kernels, last_rows
+from posattn.probes.mixing import Mixing, MixingProbe
+from posattn.probes.session import Session, as_a_model, attach
+from posattn.results import Provenance, Result, provenance, read_tensors, write_tensors
+from posattn.tokens import Tokens, load_tokens
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: a position that holds more of ‖X‖_F² than this makes the Frobenius λ a statement about that position
+MASSIVE_SHARE = 0.5
+#: how far the rows of a kernel without a sink may be from summing to 1 before it is mentioned
+ROW_TOLERANCE = 1e-2
+_HEADER = "measure"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measurement(Result):
+    """What a run measured: mixing, kernels with rows that sum to 1, and what the reader must know (`warnings`).
+
+    `kernels` [T,N,N], or [T,H,N,N] when measured per head; `row_mass` what their rows summed to before they were
+    renormalised; `sink_mass` [T,H] the mean mass in each head's sink; `counts` [N] documents that reach each position.
+    """
+
+    kind: ClassVar[str] = "measurement"
+
+    mixing: Mixing
+    kernels: Float[Tensor, "t *h n n"]
+    row_mass: Float[Tensor, "t *h n"]
+    sink_mass: Float[Tensor, "t h"]
+    counts: Int[Tensor, " n"]
+    documents: int
+    warnings: tuple[str, ...]
+    provenance: Provenance
+
+    @property
+    def per_head(self) -> bool:
+        """Whether the heads were kept apart."""
+        return self.kernels.dim() == 4
+
+    def to_dataframe(self, kernels: bool = False) -> pd.DataFrame:
+        """The mixing table; with `kernels=True` the last row of each kernel (layer, head, position, value) instead."""
+        return last_rows(self.kernels) if kernels else self.mixing.to_dataframe()
+
+    def plot(self, ax: Any = None) -> Any:
+        """λ against the layer. Kernels are drawn by `plot_kernel`."""
+        return self.mixing.plot(ax)
+
+    def plot_kernel(self, layer: int, head: int | None = None, ax: Any = None) -> Any:
+        """One kernel as a heat map (the mean over heads unless `head` is given)."""
+        shown = Kernels(self.kernels, self.row_mass, self.sink_mass, self.counts, self.documents)
+        return shown.plot(ax, layer=layer, head=head)
+
+
+def measure(
+    model: Any,
+    tokens: Tokens | Int[Tensor, "m n"],
+    per_head: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    probes: Sequence[Probe] = (),
+    *,
+    check: bool = True,
+    checkpoint_every: int = 8,
+) -> Measurement:
+    """Measure mixing and kernels over all documents.
+
+    Args:
+        model: a `posattn` model or a live TransformerLens model.
+        tokens: from `load_tokens`, or token ids [M,N].
+        per_head: keep the heads' kernels apart.
+        checkpoint: file to write the state to every `checkpoint_every` batches and at the end.
+        resume: go on from the checkpoint if it exists (a missing one means: start from the beginning).
+        progress: show a progress bar on stderr.
+        probes: further probes to run along; read them with `probe.result(model)` afterwards.
+        check: verify on the first batch that the hooks see what the model computes.
+
+    Raises:
+        CheckpointError: the checkpoint is unreadable, or belongs to another model, other tokens or other settings.
+        InputError: the checkpoint exists and `resume` is False.
+        SelfCheckError: what the hooks see is not what the model computes.
+        NothingMeasuredError: no document went through.
+    """
+    model = as_a_model(model)
+    tokens = tokens if isinstance(tokens, Tokens) else load_tokens(tokens, model)
+    if checkpoint_every < 1:
+        raise InputError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
+    if not tokens.documents:
+        raise NothingMeasuredError("there are no documents to measure: no samples left")
+    session = attach(model, MixingProbe(), KernelProbe(per_head), *probes)
+    identity = _identity(model, tokens, session.probes)
+    path = None if checkpoint is None else Path(checkpoint)
+    done = _resume(path, resume, session.probes, identity)
+
+    if check and done < tokens.documents:
+        from posattn.models.check import self_check
+
+        first = next(tokens.batches(start=done))
+        self_check(model, first.tokens.to(model.device), None if first.mask is None else first.mask.to(model.device))
+
+    with session, torch.no_grad(), _bar(tokens.documents, done, model.name, progress) as advance:
+        for number, (ids, mask) in enumerate(tokens.batches(start=done), start=1):
+            model(ids.to(model.device), None if mask is None else mask.to(model.device))
+            done += len(ids)
+            if path is not None and (number % checkpoint_every == 0 or done == tokens.documents):
+                _save(path, session.probes, identity, done)
+            advance(len(ids))
+    facts = provenance(
+        **describe_model(model),
+        tokens=tokens.describe(),
+        seed=tokens.facts.get("seed"),
+        per_head=per_head,
+        checked=check,
+    )
+    return measurement(session, facts)
+
+
+def measurement(session: Session, facts: Provenance | None = None) -> Measurement:
+    """What a session with a `MixingProbe` and a `KernelProbe` has measured so far, as a `Measurement`.
+
+    Raises:
+        InputError: the session lacks one of the two probes.
+        NothingMeasuredError: no document went through.
+    """
+    results = {
+        probe.name: probe.result(session.model) for probe in session.probes if probe.name in ("mixing", "kernel")
+    }
+    mixing, kernels = results.get("mixing"), results.get("kernel")
+    if not isinstance(mixing, Mixing) or not isinstance(kernels, Kernels):
+        raise InputError("a measurement needs both a MixingProbe and a KernelProbe in the session")
+    facts = provenance(**describe_model(session.model)) if facts is None else facts
+    facts = {**facts, "kernel_rows": "renormalised to sum to 1"}
+    return Measurement(
+        mixing=mixing,
+        kernels=kernels.kernels,
+        row_mass=kernels.row_mass,
+        sink_mass=kernels.sink_mass,
+        counts=kernels.counts,
+        documents=min(mixing.documents, kernels.documents),
+        warnings=tuple(_warnings(mixing, kernels, facts)),
+        provenance=facts,
+    )
+
+
+def describe_model(model: Model) -> dict[str, Any]:
+    """A model's part of the provenance, as JSON values."""
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        "family": model.family,
+        "adapter": model.adapter,
+        "processing": model.processing,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def weights_fingerprint(model: Model) -> str:
+    """SHA-256 over the shapes and the first numbers of every parameter: tells models apart that share a name."""
+    digest = hashlib.sha256()
+    samples = []
+    for name, parameter in sorted(model.module.named_parameters()):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        row = parameter.detach()[(0,) * max(parameter.dim() - 1, 0)] if parameter.numel() else parameter.detach()
+        samples.append(row.reshape(-1)[:16].cpu().double())
+    if samples:
+        digest.update(torch.cat(samples).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[str]:
+    """What changes how the numbers should be read, in words."""
+    massive = [t for t, share in enumerate(mixing.largest_position_share.tolist()) if share > MASSIVE_SHARE]
+    if massive:
+        t = int(mixing.largest_position_share.argmax())
+        at = int(mixing.stream_share[t].argmax())
+        yield (
+            f"In {len(massive)} of {len(mixing.token)} layers one position holds most of the residual stream's energy "
+            f"(layer {t}: {float(mixing.largest_position_share[t]):.0%}, mostly position {at}). The Frobenius λ describes that "
+            f"position there; in layer {t} it is {float(mixing.frobenius[t]):.3g} where the token-wise λ is "
+            f"{float(mixing.token[t]):.3g}."
+        )
+    if bool((kernels.sink_mass > 0).any()):
+        t = int(kernels.sink_mass.mean(-1).argmax())
+        yield (
+            f"The model has attention sinks: up to {float(kernels.sink_mass[t].mean()):.0%} of a layer's attention (layer {t}) "
+            "goes nowhere. Kernel rows were renormalised to sum to 1."
+        )
+    without = kernels.sink_mass.sum(-1) == 0
+    if bool(without.any()):
+        off = float((kernels.row_mass[without] - 1).abs().max())
+        if off > ROW_TOLERANCE:
+            yield f"Attention rows of layers without a sink are off from summing to 1 by up to {off:.2g}; they were renormalised."
+    if int(kernels.counts.min()) < int(kernels.counts.max()):
+        yield (
+            f"The documents differ in length: {int(kernels.counts.max())} reach the first position, "
+            f"{int(kernels.counts.min())} the last."
+        )
+    asked, used = (facts.get("tokens") or {}).get("samples_asked"), kernels.documents
+    if asked is not None and used < asked:
+        skipped = facts["tokens"].get("skipped_too_short", 0)
+        yield f"Only {used} of the {asked} documents asked for were found ({skipped} were too short)."
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def _identity(model: Model, tokens: Tokens, probes: Sequence[Probe]) -> dict[str, dict[str, Any]]:
+    """What a checkpoint must share with the run that continues it. The batch size may differ."""
+    return {
+        "model": {
+            **{key: value for key, value in describe_model(model).items() if key != "device"},
+            "weights": weights_fingerprint(model),
+        },
+        "tokens": {"fingerprint": tokens.fingerprint()},
+        "settings": {probe.name: probe.settings() for probe in probes},
+    }
+
+
+def _save(path: Path, probes: Sequence[Probe], identity: dict[str, dict[str, Any]], done: int) -> None:
+    tensors = {f"{probe.name}/{key}": value for probe in probes for key, value in probe.state_tensors().items()}
+    write_tensors(path, tensors, {"class": _HEADER, "identity": identity, "documents": done})
+
+
+def _resume(path: Path | None, resume: bool, probes: Sequence[Probe], identity: dict[str, dict[str, Any]]) -> int:
+    """Load the checkpoint into the probes; how many documents it has done."""
+    if path is None:
+        if resume:
+            raise InputError("resume=True needs the checkpoint to go on from")
+        return 0
+    if not path.exists():
+        return 0
+    if not resume:
+        raise InputError(f"the checkpoint {path} exists: pass resume=True to go on from it, or remove it")
+    tensors, header = read_tensors(path)
+    if header.get("class") != _HEADER:
+        raise CheckpointError(f"{path} is a {header.get('class')}, not a checkpoint of measure")
+    for part, mine in identity.items():
+        theirs = header["identity"].get(part, {})
+        wrong = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        if wrong:
+            found = ", ".join(f"{key} {theirs.get(key)!r} instead of {mine.get(key)!r}" for key in sorted(wrong))
+            raise CheckpointError(
+                f"{path} belongs to a run with another {part} ({found}): remove it or use another path"
+            )
+    for probe in probes:
+        probe.load_state(
+            {key.split("/", 1)[1]: value for key, value in tensors.items() if key.startswith(f"{probe.name}/")}
+        )
+    return int(header["documents"])
+
+
+@contextmanager
+def _bar(total: int, done: int, name: str, show: bool) -> Iterator[Any]:
+    """A progress bar on stderr; yields the function that advances it."""
+    if not show:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"measuring {name}", total=total, completed=done)
+        yield lambda count: bar.advance(task, count)
