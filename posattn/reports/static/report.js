@@ -101,6 +101,7 @@
       layout.width = width;
       if (this.data.log) layout[this.data.log + "axis"].type = this.log ? "log" : "linear";
       if (this.log && this.data.log) delete layout[this.data.log + "axis"].rangemode;
+      view.traces.forEach((trace) => { if (trace.power) { trace.customdata = trace.z.map((row) => row.map((cell) => (cell === null ? null : 10 ** cell))); delete trace.power; } });
       if (width < 500) view.traces.forEach((trace) => { if (trace.colorbar) trace.colorbar.thickness = 10; });
       window.Plotly.react(this.plot, view.traces, layout, { displaylogo: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: width >= 500 ? "hover" : false })
         .then(() => { this.figure.dataset.drawn = "true"; });
@@ -119,7 +120,8 @@
         if (trace.meta === "band") return;
         if (trace.type === "heatmap") {
           lines.push(["y \\ x", ...(trace.x || trace.z[0].map((_, index) => index))].join("\t"));
-          trace.z.forEach((row, index) => lines.push([trace.y ? trace.y[index] : index, ...row].join("\t")));
+          const cells = trace.power ? trace.z.map((row) => row.map((cell) => (cell === null ? "" : 10 ** cell))) : trace.z;
+          cells.forEach((row, index) => lines.push([trace.y ? trace.y[index] : index, ...row].join("\t")));
         } else {
           lines.push(["x", trace.name || "y"].join("\t"));
           (trace.x || trace.y.map((_, index) => index)).forEach((x, index) => lines.push([x, trace.y[index]].join("\t")));

@@ -1,0 +1,264 @@
+"""Findings in words, each made from numbers in summary.json.
+
+Every function takes the summary of a command and returns one `Finding`, or None where the summary does not hold what it
+would speak of. A finding names the figures it rests on, how many documents stand behind them, the interval where one
+was measured, and the condition under which it holds. The thresholds are the constants below; nothing is called large,
+small or a U shape on any other ground.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posattn.reports.kit import Finding
+
+Summary = Mapping[str, Any]
+
+#: an end of the context is called denser than the middle from this excess on (density ratio − 1)
+DENSER = 0.10
+#: the first position is said to dominate a profile from this share on
+DOMINANT = 0.5
+#: a profile is said to have collapsed onto the first position from this share on
+COLLAPSED = 0.95
+#: token-wise and Frobenius mixing are said to part company from this ratio on
+MASSIVE = 10.0
+#: two distances are told apart only when they differ by more than this share of the smaller
+TIE = 0.05
+
+#: the variants in words
+VARIANTS = {
+    "residual": "measured attention with measured residual strength",
+    "attention_only": "measured attention alone (λ = 1)",
+    "half": "measured attention with equal residual (λ = ½)",
+    "positional": "the architecture's positional kernel with measured λ",
+    "positional_content": "the positional kernel with coarse content",
+    "energy": "the energy rollout",
+    "uniform": "a uniform profile",
+}
+
+
+def profile_findings(summary: Summary) -> tuple[Finding, ...]:
+    """What `posattn profile` found, most important first."""
+    return _present(
+        summary,
+        influence_shape,
+        closest_prediction,
+        mixing_strength,
+        first_position,
+        collapse_without_residual,
+        massive_activations,
+        not_measured,
+    )
+
+
+def _present(summary: Summary, *makers: Callable[[Summary], Finding | None]) -> tuple[Finding, ...]:
+    found = (make(summary) for make in makers)
+    return tuple(finding for finding in found if finding is not None)
+
+
+def influence_shape(summary: Summary) -> Finding | None:
+    """Which parts of the context the measured influence favours: a U shape, one end, neither."""
+    shape = summary.get("shape", {}).get("influence")
+    if not shape:
+        return None
+    trimmed = shape.get("without_first") or shape
+    first, last = _densities(trimmed)
+    kind = _kind(first, last)
+    start, end = f"{_times(first)} the influence of a position in the middle half", _times(last)
+    text = {
+        "u": f"Influence on the last position is U-shaped: a position in the first eighth of the context has {start}, "
+        f"one in the last eighth {end}.",
+        "recency": f"Influence on the last position leans to the recent end: a position in the last eighth of the "
+        f"context has {_times(last)} the influence of a position in the middle half, one in the first eighth "
+        f"{_times(first)}. That is no U shape.",
+        "primacy": f"Influence on the last position leans to the beginning: a position in the first eighth of the "
+        f"context has {start}, one in the last eighth {end}. That is no U shape.",
+        "flat": f"Influence on the last position shows no U shape and favours neither end: a position in the first "
+        f"eighth has {start}, one in the last eighth {end}.",
+    }[kind]
+    notes = ["The first position, often a sink, is left out."] if trimmed is not shape else []
+    if trimmed is not shape and (whole := _kind(*_densities(shape))) != kind:
+        notes.append(f"With it, the reading changes to {_KINDS[whole]}: {shape['first']:.0%} of all influence is on it."
+                     if "first" in shape else f"With it, the reading changes to {_KINDS[whole]}.")
+    if interval := summary.get("intervals", {}).get("influence", {}).get("u_index"):
+        low, high = interval
+        notes.append(
+            f"U index {trimmed['u_index']:.2f}, 95 % bootstrap interval {low:.2f} to {high:.2f} over documents."
+            + (" The interval includes 0, so the sign is not settled." if low <= 0 <= high else "")
+        )
+    notes.append(_influence_condition(summary))
+    return Finding(text, " ".join(notes), links=(("profiles-chart", "Measured profile"), ("shapes-table", "Shapes")))
+
+
+_KINDS = {"u": "a U shape", "recency": "a recency bias", "primacy": "a primacy bias", "flat": "no bias to either end"}
+
+
+def _densities(shape: Mapping[str, float]) -> tuple[float, float]:
+    """Density of the first and of the last eighth relative to the middle half."""
+    middle = shape["middle"] / 0.5
+    if middle <= 0:
+        return math.inf, math.inf
+    return shape["primacy"] / 0.125 / middle, shape["recency"] / 0.125 / middle
+
+
+def _kind(first: float, last: float) -> str:
+    start, end = first - 1 > DENSER, last - 1 > DENSER
+    if start and end:
+        return "u"
+    return "recency" if end else "primacy" if start else "flat"
+
+
+def closest_prediction(summary: Summary) -> Finding | None:
+    """Which predicted profile lies nearest to the measured influence, and whether it beats a uniform curve."""
+    comparison = dict(summary.get("comparison") or {})
+    uniform = comparison.pop("uniform", None)
+    if not comparison:
+        return None
+    ranked = sorted(comparison, key=lambda name: comparison[name]["wasserstein"])
+    best, distance = ranked[0], comparison[ranked[0]]["wasserstein"]
+    ties = [name for name in ranked[1:] if comparison[name]["wasserstein"] - distance <= TIE * max(distance, 1e-12)]
+    beaten = uniform is not None and distance >= uniform["wasserstein"]
+    if beaten:
+        text = (
+            f"No predicted profile is closer to the measured influence than a uniform curve: the nearest, `{best}`, lies "
+            f"{distance:.3f} away, the uniform one {uniform['wasserstein']:.3f}."
+        )
+    else:
+        text = (
+            f"Of {len(ranked)} predicted profiles, `{best}` ({VARIANTS.get(best, best)}) comes closest to the measured "
+            f"influence: {distance:.3f} away"
+        )
+        text += f", where a uniform curve is {uniform['wasserstein']:.3f} away." if uniform is not None else "."
+        if ties:
+            text += f" {_listed([f'`{name}`' for name in ties])} cannot be told apart from it."
+    sure = (
+        "Distances are Wasserstein-1 as a share of the context length: 0 is the same curve, 1 all mass at opposite ends. "
+        "The first position is included. "
+    )
+    if interval := summary.get("intervals", {}).get("comparison", {}).get(best):
+        sure += f"95 % bootstrap interval of the nearest {interval[0]:.3f} to {interval[1]:.3f} over documents. "
+    return Finding(
+        text,
+        sure + _influence_condition(summary),
+        tone="caution" if beaten else "plain",
+        links=(("distances-table", "Distances"), ("profiles-chart", "Profiles")),
+    )
+
+
+def mixing_strength(summary: Summary) -> Finding | None:
+    """How much of a layer's update is attention."""
+    mixing = summary.get("mixing")
+    if not mixing:
+        return None
+    token = mixing["token"]
+    mean, low, high = sum(token) / len(token), min(token), max(token)
+    text = (
+        f"Attention makes up {mean:.0%} of what a layer passes on, averaged over {_count(len(token), 'layer')} "
+        f"(λ from {low:.2f} in layer {token.index(low)} to {high:.2f} in layer {token.index(high)}); the rest is the residual "
+        "stream."
+    )
+    documents = mixing.get("documents")
+    notes = ["Token-wise norms."]
+    if documents and documents > 1 and mixing.get("token_std"):
+        half = 1.96 * max(mixing["token_std"]) / math.sqrt(documents)
+        notes.append(f"The 95 % interval over {documents} documents is at most ±{half:.3f} for any layer.")
+    elif documents:
+        notes.append(f"From {_count(documents, 'document')}; no interval.")
+    return Finding(text, " ".join(notes), links=(("mixing-chart", "Mixing by layer"),))
+
+
+def first_position(summary: Summary) -> Finding | None:
+    """Whether the first position holds most of the predicted profile."""
+    profile = (summary.get("profiles") or {}).get("residual")
+    if not profile:
+        return None
+    share = profile[0]
+    if share < DOMINANT:
+        return None
+    text = f"The first position alone holds {share:.0%} of the `residual` profile: the prediction is dominated by a sink."
+    influence = summary.get("influence")
+    if influence:
+        text += f" The measured influence gives that position {influence[0]:.1%}."
+    sure = "A rollout counts attention weight whatever the value vectors carry; compare the shapes without the first position."
+    if sinks := summary.get("first_position_attention"):
+        top = max(sinks)
+        sure = f"Queries of the second half put up to {top:.0%} of a layer's attention there (layer {sinks.index(top)}). " + sure
+    return Finding(
+        text, sure, tone="caution", links=(("profiles-chart", "Profiles"), ("shapes-table", "Shapes without the first position"))
+    )
+
+
+def collapse_without_residual(summary: Summary) -> Finding | None:
+    """Whether attention without residual connections would put everything on the first position."""
+    profile = (summary.get("profiles") or {}).get("attention_only")
+    residual = (summary.get("profiles") or {}).get("residual")
+    if not profile or not residual or profile[0] < COLLAPSED:
+        return None
+    layers = len(summary["mixing"]["token"]) if summary.get("mixing") else 0
+    text = (
+        f"Without residual connections (λ = 1) the {layers} measured attention kernels would put {profile[0]:.1%} of the influence on the "
+        f"first position; with the measured λ it is {residual[0]:.1%}."
+    )
+    return Finding(
+        text,
+        f"This holds for these kernels at {_count(len(profile), 'position')}; it is a statement about products of averaged "
+        "attention, not about what the model computes.",
+        links=(("profiles-chart", "Profiles"),),
+    )
+
+
+def massive_activations(summary: Summary) -> Finding | None:
+    """Whether the two norms of λ disagree, because single positions hold most of the residual stream."""
+    mixing = summary.get("mixing")
+    if not mixing:
+        return None
+    ratios = [token / frobenius if frobenius > 0 else 1.0 for token, frobenius in zip(mixing["token"], mixing["frobenius"])]
+    layers = [layer for layer, ratio in enumerate(ratios) if ratio >= MASSIVE]
+    if not layers:
+        return None
+    worst = max(layers, key=lambda layer: ratios[layer])
+    text = (
+        f"In {len(layers)} of {_count(len(ratios), 'layer')} the Frobenius mixing coefficient is at least {MASSIVE:.0f} times smaller than "
+        f"the token-wise one (layer {worst}: {mixing['frobenius'][worst]:.4f} against {mixing['token'][worst]:.3f})."
+    )
+    sure = "The Frobenius figure then describes a single position, the token-wise one the typical position; profiles here use token-wise."
+    if shares := mixing.get("largest_position_share"):
+        sure = (
+            f"One position holds {shares[worst]:.0%} of the squared norm of the residual stream there, on average over "
+            f"{mixing.get('documents', '?')} documents. " + sure
+        )
+    return Finding(text, sure, tone="caution", links=(("mixing-chart", "Mixing by layer"), ("mixing-table", "Both norms")))
+
+
+def not_measured(summary: Summary) -> Finding | None:
+    """Says so when no influence was measured, since nothing then tests the predictions."""
+    if summary.get("influence"):
+        return None
+    return Finding(
+        "The influence was not measured, so the predicted profiles stand untested.",
+        "Run again without --no-influence to set them beside gradients of the model.",
+        tone="caution",
+    )
+
+
+def _influence_condition(summary: Summary) -> str:
+    facts = summary.get("influence_facts") or {}
+    documents, length = facts.get("documents"), len(summary.get("influence") or ())
+    method = str(facts.get("method", "gradient_norm")).replace("_", " ")
+    target = str(facts.get("target", "argmax_probability")).replace("_", " ").replace("argmax", "arg-max")
+    who = f"{_count(documents, 'document')} of {length} tokens" if documents else f"documents of {length} tokens"
+    return f"Measured as {method} of the {target} at the last position, mean over {who}."
+
+
+def _times(ratio: float) -> str:
+    return "unboundedly more than" if math.isinf(ratio) else f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]

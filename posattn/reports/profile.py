@@ -1,0 +1,299 @@
+"""The report of `posattn profile`: its summary from result objects, and its page from the summary and the arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from posattn.reports import charts, common
+from posattn.reports.findings import VARIANTS, profile_findings
+from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
+
+SHAPES = (
+    ("primacy", "first eighth", "Share of the first eighth of the positions."),
+    ("recency", "last eighth", "Share of the last eighth of the positions."),
+    ("middle", "middle half", "Share of the middle half of the positions."),
+    ("mean_position", "mean position", "0 is the first position, 1 the last."),
+    ("trough", "trough", "Where the curve is lowest: 0 is the first position, 1 the last."),
+    ("u_index", "U index", "Density of the thinner end over that of the middle half, minus 1. Above 0: both ends are denser."),
+)
+
+
+def profile_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
+    """The whole page; `arrays` holds `kernels` [T,N,N] (or [T,H,N,N]) and `mixing_per_position` [T,N] where they were kept."""
+    provenance = summary["provenance"]
+    sections = [_profiles(summary), _mixing(summary, arrays), _kernels(summary, arrays)]
+    sections += [common.warnings_section(summary), common.provenance_section(summary)]
+    return Page(
+        command="profile",
+        title=f"Where {common.model_name(provenance)} looks",
+        subtitle=common.subtitle(provenance),
+        findings=profile_findings(summary),
+        figures=_key_figures(summary),
+        sections=tuple(section for section in sections if section is not None),
+        footer=common.footer(provenance),
+    )
+
+
+def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
+    token = summary["mixing"]["token"]
+    figures = [Figure("mean mixing λ", f"{np.mean(token):.2f}", f"{min(token):.2f} to {max(token):.2f} by layer", "mixing-chart")]
+    shape = (summary.get("shape") or {}).get("influence")
+    if shape:
+        trimmed = shape.get("without_first") or shape
+        figures.append(Figure("U index, measured", f"{trimmed['u_index']:+.2f}".replace("-", "−"), "above 0: both ends denser", "shapes-table"))
+        figures.append(Figure("first eighth", f"{trimmed['primacy']:.0%}", "of measured influence; even share 12.5 %", "profiles-chart"))
+        figures.append(Figure("last eighth", f"{trimmed['recency']:.0%}", "of measured influence; even share 12.5 %", "profiles-chart"))
+    comparison = {k: v for k, v in (summary.get("comparison") or {}).items() if k != "uniform"}
+    if comparison:
+        best = min(comparison, key=lambda name: comparison[name]["wasserstein"])
+        figures.append(Figure("nearest prediction", f"{comparison[best]['wasserstein']:.3f}", f"{best}, W1 of the length", "distances-table"))
+    return tuple(figures)
+
+
+def _profiles(summary: Mapping[str, Any]) -> Section:
+    profiles, influence = dict(summary["profiles"]), summary.get("influence")
+    blocks: list[Block] = [_profile_chart(profiles, influence, summary)]
+    if comparison := summary.get("comparison"):
+        blocks.append(_distances(comparison, summary))
+    blocks.append(_shapes(summary["shape"]))
+    return Section(
+        "profiles",
+        "Profiles: predicted and measured",
+        tuple(blocks),
+        "How much each input position matters to the last one. The predicted profiles are rollouts: products of a layer's averaged attention and its "
+        "residual connection, from the last layer to the first. The measured one comes from gradients of the model itself.",
+    )
+
+
+def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summary: Mapping[str, Any]) -> Chart:
+    def view(skip: int) -> dict[str, Any]:
+        traces: list[dict[str, Any]] = []
+        curves = {**({"influence": influence} if influence else {}), **profiles}
+        length = len(next(iter(curves.values())))
+        for index, (name, curve) in enumerate(curves.items()):
+            values = np.asarray(curve, dtype=float)[skip:]
+            values = values / (values.sum() or 1.0)
+            x, y = charts.blocks(values)
+            x = np.asarray(x) + skip
+            colour = charts.colour_of(name, index)
+            if name == "influence" and not skip and (interval := (summary.get("intervals") or {}).get("profile")):
+                low, high = (charts.blocks(edge)[1] for edge in interval)
+                traces.append(charts.band(x.tolist(), low.tolist(), high.tolist(), colour))
+            label = "measured influence" if name == "influence" else name
+            dash = "solid" if name in ("influence", "residual", "energy") else "dash"
+            traces.append(
+                charts.line(label, y, x.tolist(), colour=colour, width=3 if name == "influence" else 1.8, dash=dash, hover="%{y:.3%}")
+            )
+        uniform = 1 / (length - skip)
+        traces.append(charts.line("uniform", [uniform, uniform], [skip, length - 1], colour="@muted", width=1.2, dash="dot", hover="%{y:.3%}"))
+        layout = charts.axes(
+            "input position", "share of influence", yaxis={"tickformat": ".2~%", "rangemode": "tozero"}, xaxis={"range": [0, length - 1]}
+        )
+        return {"traces": traces, "layout": layout}
+
+    shape = (summary.get("shape") or {}).get("influence") or {}
+    words = "One curve for each prediction"
+    if shape:
+        words += (
+            f", and the measured influence: {shape['primacy']:.0%} of it on the first eighth of the positions, {shape['middle']:.0%} on the middle half, "
+            f"{shape['recency']:.0%} on the last eighth"
+        )
+    return Chart(
+        "profiles-chart",
+        "Influence on the last position",
+        words + ". The figures are in the tables below.",
+        {"without the first": view(1), "all positions": view(0)},
+        note="Every curve sums to 1. The first position is often an attention sink; it is left out at first so that the rest can be seen.",
+        controls=(Control("positions", ("without the first", "all positions"), "buttons"),),
+        log_axis="y",
+        log_first=True,
+        height=440,
+    )
+
+
+def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[str, Any]) -> Table:
+    intervals = (summary.get("intervals") or {}).get("comparison") or {}
+    columns = [
+        Column("prediction", numeric=False),
+        Column("what it is", numeric=False),
+        Column("Wasserstein-1", help="Share of the context length. 0: the same curve."),
+        *([Column("95 % interval", numeric=False, help="Bootstrap over documents.")] if intervals else []),
+        Column("Spearman", help="Rank correlation over positions. 1: the same order."),
+        Column("total variation", help="Half the summed absolute difference. 0: the same curve, 1: disjoint."),
+    ]
+    rows = []
+    for name, distance in sorted(comparison.items(), key=lambda item: item[1]["wasserstein"]):
+        interval = intervals.get(name)
+        rows.append(
+            [
+                name,
+                VARIANTS.get(name, ""),
+                distance["wasserstein"],
+                *([f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else None] if intervals else []),
+                distance["spearman"],
+                distance["total_variation"],
+            ]
+        )
+    return Table(
+        "distances-table",
+        "Distance of each prediction to the measured influence",
+        tuple(columns),
+        rows,
+        note="Over all positions, the first included. `uniform` is what knowing nothing would give.",
+    )
+
+
+def _shapes(shape: Mapping[str, Mapping[str, Any]]) -> Table:
+    keys = [(key, title, text) for key, title, text in SHAPES if any(key in figures for figures in shape.values())]
+    columns = (Column("curve", numeric=False), Column("positions", numeric=False), *(Column(title, help=text) for _, title, text in keys))
+    rows = []
+    for name, figures in shape.items():
+        label = "measured influence" if name == "influence" else name
+        rows.append([label, "all", *(figures.get(key) for key, _, _ in keys)])
+        if trimmed := figures.get("without_first"):
+            rows.append([label, "without the first", *(trimmed.get(key) for key, _, _ in keys)])
+    return Table(
+        "shapes-table",
+        "Shapes",
+        columns,
+        rows,
+        note="Shares of a curve's mass. An even curve has .125 on each eighth and .5 on the middle half.",
+        filterable=len(rows) > 8,
+    )
+
+
+def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
+    mixing = summary["mixing"]
+    token, frobenius = mixing["token"], mixing["frobenius"]
+    layers = list(range(len(token)))
+    traces = []
+    documents = mixing.get("documents") or 0
+    if documents > 1:
+        for name, colour in (("token", "@c0"), ("frobenius", "@c1")):
+            if spread := mixing.get(f"{name}_std"):
+                half = [1.96 * value / documents**0.5 for value in spread]
+                low = [max(v - h, 0.0) for v, h in zip(mixing[name], half, strict=True)]
+                high = [min(v + h, 1.0) for v, h in zip(mixing[name], half, strict=True)]
+                traces.append(charts.band(layers, low, high, colour))
+    traces.append(charts.line("token-wise", token, layers, colour="@c0", markers=True, hover="%{y:.3f}"))
+    traces.append(charts.line("Frobenius", frobenius, layers, colour="@c1", dash="dash", markers=True, hover="%{y:.3f}"))
+    layout = charts.axes(
+        "layer", "mixing coefficient λ", yaxis={"rangemode": "tozero"}, xaxis={"dtick": max(1, len(layers) // 12), "range": [-0.5, len(layers) - 0.5]}
+    )
+    words = f"Token-wise λ from {min(token):.2f} to {max(token):.2f} over {len(token)} layers; Frobenius from {min(frobenius):.3f} to {max(frobenius):.3f}."
+    blocks: list[Block] = [
+        Chart(
+            "mixing-chart",
+            "Mixing by layer",
+            words,
+            {"": {"traces": traces, "layout": layout}},
+            note="λ near 0: the layer passes the residual stream on; near 1: attention replaces it. Bands are 95 % intervals over documents."
+            if documents > 1
+            else "λ near 0: the layer passes the residual stream on; near 1: attention replaces it.",
+            log_axis="y",
+        )
+    ]
+    if (per_position := arrays.get("mixing_per_position")) is not None:
+        view = charts.grid_view(per_position, "position", "layer", value="λ", low=0.0)
+        blocks.append(
+            Chart(
+                "mixing-positions",
+                "Mixing by position",
+                f"λ of each layer at each position, between {np.nanmin(per_position):.2f} and {np.nanmax(per_position):.2f}.",
+                {"": view},
+                note="The mean over documents that reach the position.",
+                height=max(260, min(520, 120 + 12 * len(token))),
+            )
+        )
+    columns = [Column("layer", format="d"), Column("λ token-wise"), Column("λ Frobenius", format=".4f"), Column("ratio", format=".1f", help="Token-wise over Frobenius.")]
+    extra = [
+        ("largest_position_share", Column("largest position", format=".1%", help="Share of the squared norm of the stream at its largest position.")),
+        ("token_std", Column("std over documents", help="Standard deviation of the token-wise λ.")),
+    ]
+    extra = [(key, column) for key, column in extra if mixing.get(key)]
+    first = summary.get("first_position_attention")
+    sink = summary.get("sink_mass")
+    columns += [column for _, column in extra]
+    columns += [Column("attention to the first", format=".1%", help="Mean weight that queries of the second half put on the first position.")] if first else []
+    columns += [Column("sink", format=".1%", help="Attention that goes to a learned sink, mean over heads.")] if sink and max(sink) > 0 else []
+    rows = []
+    for layer in layers:
+        ratio = token[layer] / frobenius[layer] if frobenius[layer] else None
+        row: list[Any] = [layer, token[layer], frobenius[layer], ratio, *(mixing[key][layer] for key, _ in extra)]
+        row += [first[layer]] if first else []
+        row += [sink[layer]] if sink and max(sink) > 0 else []
+        rows.append(row)
+    blocks.append(
+        Table(
+            "mixing-table", "Both norms", tuple(columns), rows,
+            note="They part company where a single position holds most of the residual stream.", filterable=len(rows) > 24,
+        )
+    )
+    return Section(
+        "mixing",
+        "Mixing per layer",
+        tuple(blocks),
+        "How much attention adds, set against what is already in the residual stream: λ = ‖a‖ / (‖x‖ + ‖a‖), averaged over positions and documents.",
+    )
+
+
+def _kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section | None:
+    kernels = arrays.get("kernels")
+    blocks: list[Block] = []
+    if kernels is not None:
+        kernels = np.asarray(kernels)
+        per_head = kernels.ndim == 4
+        mean = kernels.mean(1) if per_head else kernels
+        layers = [f"layer {t}" for t in range(len(mean))]
+        views = {name: charts.kernel_view(kernel) for name, kernel in zip(layers, mean, strict=True)}
+        blocks.append(
+            Chart(
+                "kernels-chart",
+                "Attention by target and source",
+                "A heat map of the mean attention weight of each source position in each target position, one for each layer.",
+                views,
+                note="Mean over documents and heads. The colour is logarithmic; cells of long contexts are averages over tiles.",
+                controls=(Control("layer", tuple(layers)),),
+                square=True,
+                height=560,
+            )
+        )
+        if per_head:
+            heads = [f"head {h}" for h in range(kernels.shape[1])]
+            size = 64 if kernels.shape[0] * kernels.shape[1] <= 256 else 40
+            blocks.append(
+                Chart(
+                    "kernels-heads",
+                    "The same for one head",
+                    "A heat map of one head's mean attention weights.",
+                    {
+                        f"{layer}|{head}": charts.kernel_view(kernels[t, h], size)
+                        for t, layer in enumerate(layers)
+                        for h, head in enumerate(heads)
+                    },
+                    controls=(Control("layer", tuple(layers)), Control("head", tuple(heads))),
+                    square=True,
+                    height=560,
+                )
+            )
+    if first := summary.get("first_position_attention"):
+        layout = charts.axes("layer", "attention on the first position", yaxis={"tickformat": ".0%", "range": [0, 1]})
+        blocks.append(
+            Chart(
+                "first-chart",
+                "How much goes to the first position",
+                f"From {min(first):.0%} to {max(first):.0%} by layer.",
+                {"": {"traces": [charts.bars("first position", list(range(len(first))), first, colour="@c0", hover="%{y:.1%}")], "layout": {**layout, "showlegend": False}}},
+                note="Mean weight that queries in the second half of the context put on the first position. An even share would be below "
+                f"{2 / len(next(iter(summary['profiles'].values()))):.1%}.",
+                height=280,
+            )
+        )
+    if not blocks:
+        return None
+    if kernels is None:
+        blocks.insert(0, Notes(("The kernels themselves were too large to keep; the profiles above were made from all of them.",)))
+    return Section("kernels", "Attention kernels", tuple(blocks), "Where each layer looks, averaged over the data.")
