@@ -32,7 +32,9 @@ def text_config(config: Any) -> Any:
     return getter() if getter is not None else config
 
 
-def scheme_of(model: nn.Module, attention: Any, layer: int, length: int, head_dim: int, sinusoidal: bool) -> PositionScheme:
+def scheme_of(
+    model: nn.Module, attention: Any, layer: int, length: int, head_dim: int, sinusoidal: bool
+) -> PositionScheme:
     """The position scheme of one transformers attention module for inputs of `length` tokens."""
     config = text_config(getattr(model, "config"))
     facts: dict[str, Any] = {
@@ -210,14 +212,20 @@ def _run(
         out = module(torch.zeros(1, length, 1, dtype=dtype, device=device), positions, **keywords)
     if not (isinstance(out, tuple) and len(out) == 2):
         raise UnsupportedModelError(f"the rotary module {type(module).__name__} gives no cosine and sine tables")
-    cos, sin = out
-    return cos.reshape(length, -1), sin.reshape(length, -1)
+    cos, sin = (table.reshape(length, -1) for table in out)
+    if not bool(cos[0].any()):  # GPT-J and CodeGen give the sines first: at position 0 they are 0
+        cos, sin = sin, cos
+    return cos, sin
 
 
 def _halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, str]:
     """One column per pair, and how the table repeats them: "halves", "neighbours", or "once" (not repeated)."""
     half = cos.shape[-1] // 2
-    if cos.shape[-1] % 2 == 0 and torch.equal(sin[:, :half], sin[:, half:]) and torch.equal(cos[:, :half], cos[:, half:]):
+    if (
+        cos.shape[-1] % 2 == 0
+        and torch.equal(sin[:, :half], sin[:, half:])
+        and torch.equal(cos[:, :half], cos[:, half:])
+    ):
         return cos[:, :half], sin[:, :half], "halves"
     if cos.shape[-1] % 2 == 0 and torch.equal(sin[:, 0::2], sin[:, 1::2]) and torch.equal(cos[:, 0::2], cos[:, 1::2]):
         return cos[:, 0::2], sin[:, 0::2], "neighbours"
@@ -233,8 +241,12 @@ def _is_interleaved(attention: Any, cos: Tensor, sin: Tensor, half_cos: Tensor, 
     n, width = cos.shape[0], 2 * half_cos.shape[-1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, n, width, generator=generator).to(cos.device)
+    cosine, sine = cos.float()[None], sin.float()[None]
     try:
-        turned = apply(x, x, cos.float()[None], sin.float()[None])[0]
+        if len(inspect.signature(apply).parameters) == 3:  # GPT-J: one tensor [B,N,H,d], the sines first
+            turned = apply(x.transpose(1, 2), sine, cosine).transpose(1, 2)
+        else:
+            turned = apply(x, x, cosine, sine)[0]
     except (TypeError, RuntimeError, ValueError):
         return layout == "neighbours"
     from posattn.models.positions import rotate

@@ -21,12 +21,22 @@ from torch import Tensor, nn
 
 from posattn.errors import InputError, UnsupportedModelError
 from posattn.models._reading import original, scheme_of, text_config
-from posattn.models._taps import PassWatch, Tap, TappedModel, batch_of, check_pattern, heads_first, like_raw, split_heads
+from posattn.models._taps import (
+    PassWatch,
+    Tap,
+    TappedModel,
+    batch_of,
+    check_pattern,
+    heads_first,
+    like_raw,
+    split_heads,
+)
 from posattn.models.base import Batch, LayerInfo, OutputMap, Point, PositionScheme
 from posattn.models.positions import real_positions
 
-#: model types whose attention (or MLP) module adds the residual stream itself
-_ADDS_RESIDUAL = {"bloom"}
+#: model types whose attention, or whose MLP, module adds the residual stream itself
+_ATTENTION_ADDS_RESIDUAL = {"bloom"}
+_MLP_ADDS_RESIDUAL = {"bloom", "mpt"}
 
 
 class BridgeModel(TappedModel):
@@ -131,8 +141,7 @@ class BridgeModel(TappedModel):
         return OutputMap(shaped, bias, multiplier, norm_weight, norm_bias, centres)
 
     def _post_norm(self, layer: int) -> Any | None:
-        block = self._blocks[layer]
-        return _part(block, "ln1_post")
+        return _residual_norm(self._blocks[layer], "hook_attn_out", "attn")
 
     def _multiplier(self, layer: int) -> float:
         return float(getattr(original(self._blocks[layer]), "residual_multiplier", 1.0))
@@ -152,16 +161,18 @@ class BridgeModel(TappedModel):
             case "attn_out":
                 if (norm := self._post_norm(layer)) is not None:
                     source = norm.hook_out
-                elif self._config.model_type in _ADDS_RESIDUAL:
+                elif self._config.model_type in _ATTENTION_ADDS_RESIDUAL:
                     source = attention.o.hook_out
                 else:
                     source = attention.hook_out
                 return Tap(source, read=_scaled(self._multiplier(layer)))
             case "mlp_out":
-                if (norm := _part(block, "ln2_post")) is not None:
+                if (norm := _residual_norm(block, "hook_mlp_out", "mlp")) is not None:
                     source = norm.hook_out
-                elif self._config.model_type in _ADDS_RESIDUAL:
+                elif self._config.model_type in _MLP_ADDS_RESIDUAL:
                     source = _last_projection(block.mlp)
+                elif getattr(block.mlp, "original_component", None) is None:
+                    source = _last_projection(block.mlp)  # OPT: no MLP module, only its two projections
                 else:
                     source = block.mlp.hook_out
                 return Tap(source, read=_scaled(self._multiplier(layer)))
@@ -204,7 +215,9 @@ def _blocks(bridge: Any) -> list[Any]:
     try:
         blocks = list(bridge.blocks)
     except (AttributeError, TypeError):
-        raise UnsupportedModelError(f"{name} has no single stack of blocks: only decoder-only models are supported") from None
+        raise UnsupportedModelError(
+            f"{name} has no single stack of blocks: only decoder-only models are supported"
+        ) from None
     for t, block in enumerate(blocks):
         attention = _part(block, "attn")
         if attention is None:
@@ -229,12 +242,28 @@ def _part(component: Any, name: str) -> Any | None:
     return part if part is not None and getattr(part, "original_component", None) is not None else None
 
 
+def _residual_norm(block: Any, alias: str, part: str) -> Any | None:
+    """The norm that a block applies to a part's output before it adds it to the residual stream, if there is one.
+
+    TransformerLens names it by pointing the block's alias at it, past the part itself.
+    """
+    path = (getattr(block, "hook_aliases", None) or {}).get(alias)
+    if not isinstance(path, str) or path.count(".") != 1:
+        return None
+    name, leaf = path.split(".")
+    return _part(block, name) if leaf == "hook_out" and name != part else None
+
+
 def _context(config: Any) -> int | None:
     if getattr(config, "model_type", "") == "bloom":  # linear biases, no table
         return None
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    factor = 1.0
+    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "dynamic":
+        factor = float(rope.get("factor", 1.0))  # made to go beyond the trained length, by this factor
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if isinstance(value := getattr(config, name, None), int) and value > 0:
-            return value
+            return int(value * factor)
     return None
 
 
