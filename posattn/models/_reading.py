@@ -36,7 +36,7 @@ def scheme_of(
     model: nn.Module, attention: Any, layer: int, length: int, head_dim: int, sinusoidal: bool
 ) -> PositionScheme:
     """The position scheme of one transformers attention module for inputs of `length` tokens."""
-    config = text_config(getattr(model, "config"))
+    config = text_config(model.config)
     facts: dict[str, Any] = {
         "scale": _scale(attention, head_dim),
         "window": _window(config, attention, layer),
@@ -113,7 +113,7 @@ def _absolute(model: nn.Module, sinusoidal: bool) -> Literal["learned", "sinusoi
 
 
 def _alibi(model: nn.Module, attention: Any, length: int) -> Alibi | None:
-    config = getattr(model, "config")
+    config = model.config
     base = getattr(model, getattr(model, "base_model_prefix", ""), model)
     device = next(model.parameters()).device
     dtype = next(model.parameters()).dtype
