@@ -25,11 +25,12 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from posattn.errors import InputError, UnsupportedModelError
 from posattn.models.base import PositionScheme, Rotary
+from posattn.models.positions import rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,26 +83,6 @@ def pairs(x: Float[Tensor, "*batch d"], rotary: Rotary) -> tuple[Tensor, Tensor,
     return rotated[..., : width // 2], rotated[..., width // 2 :], rest
 
 
-def rotate(
-    x: Float[Tensor, "*batch d"], rotary: Rotary, positions: Int[Tensor, "*positions"], inverse: bool = False
-) -> Float[Tensor, "*batch d"]:
-    """R(position) x, or R(position)ᵀ x; `positions` broadcasts against x without its last dimension. Pairs stay paired.
-
-    The result has the halves of all pairs first (x-halves, y-halves, rest) whatever the layout of the input: inner
-    products need only one layout on both sides.
-    """
-    a, b, rest = pairs(x, rotary)
-    cos, sin = rotary.cos.to(x)[positions], rotary.sin.to(x)[positions]
-    if inverse:
-        sin = -sin
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-
-
-def _paired(x: Tensor, rotary: Rotary) -> Tensor:
-    """x with the halves of its pairs first, so that it meets the layout of `rotate`."""
-    return torch.cat(pairs(x, rotary), -1)
-
-
 def check_movable(scheme: PositionScheme, layer: int | None = None) -> None:
     """Refuse layers whose keys carry their own position.
 
@@ -139,6 +120,8 @@ def move_query(
     heads, key_heads = q.shape[-2], k.shape[-2]
     if heads % key_heads:
         raise InputError(f"{heads} query heads cannot share {key_heads} key heads")
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k = q.to(dtype), k.to(dtype)
     first = visible_from(scheme, query)
     if not first < query < k.shape[-3]:
         raise InputError(f"a query at position {query} sees no earlier key among {k.shape[-3]}")
@@ -147,14 +130,14 @@ def move_query(
     if scheme.rotary is None:
         queries = q.unsqueeze(-2).expand(keys.shape)
     else:
-        here = torch.full((1,), query, device=q.device)
-        turned = rotate(q, scheme.rotary, here)  # R(i) q, x-halves first
-        plain = dataclasses.replace(scheme.rotary, interleaved=False)  # that layout is the "halves" one
-        queries = rotate(turned.unsqueeze(-2).expand(keys.shape), plain, positions, inverse=True)
-        keys = _paired(keys, scheme.rotary)
+        turned = rotate(q, scheme.rotary, torch.full((1,), query, device=q.device))  # R(i) q
+        queries = rotate(turned.unsqueeze(-2).expand(keys.shape), scheme.rotary, positions, inverse=True).to(dtype)
     queries = queries * scheme.scale
     if scheme.alibi is not None:
-        bias = -scheme.alibi.slopes.to(q)[:, None] * (query - positions)  # [H, n]
+        if scheme.alibi.table is not None:
+            bias = scheme.alibi.table.to(q)[:, positions]  # [H, n]
+        else:
+            bias = -scheme.alibi.slopes.to(q)[:, None] * (query - positions)
         bias = bias.expand(queries.shape[:-1]).unsqueeze(-1)
         queries = torch.cat([queries, bias], -1)
         keys = torch.cat([keys, torch.ones_like(bias)], -1)
@@ -172,11 +155,11 @@ def split_frequencies(moved: Moved, scheme: PositionScheme) -> Moved:
     """
     if scheme.rotary is None:
         raise InputError("only a layer with a rotary embedding splits into frequencies")
-    width, half = scheme.rotary.width, scheme.rotary.width // 2
+    rotary = scheme.rotary
 
     def terms(x: Tensor) -> Tensor:
-        rotated = torch.stack([x[..., :half], x[..., half:width]], -1).transpose(-2, -3)  # [..., F, n, 2]
-        rest = x[..., width:]
+        a, b, rest = pairs(x, rotary)
+        rotated = torch.stack([a, b], -1).transpose(-2, -3)  # [..., F, n, 2]
         if not rest.shape[-1]:
             return rotated
         size = max(2, rest.shape[-1])
