@@ -1,0 +1,319 @@
+"""Rollout in plain torch, with the half above the diagonal left alone: P = R_T ... R_1, R_t = (1-λ_t) I + λ_t A_t.
+
+The kernels A_t and every partial product are lower triangular. R is never built.
+
+**Whole P** (`rollout_matmul`). With rows and columns cut into blocks, block (i, j), j <= i, of the next product is
+
+    P'[i,j] = (1-λ) P[i,j] + λ Σ_{k=j..i} A[i,k] P[k,j]
+
+one matrix product over the range j..i. That is N³/3 operations a layer (and a little for the blocks on the diagonal) instead of 2N³.
+
+**Rows** (`rollout_rows`). A query row v_T = e_q goes from the last layer to the first, v_{t-1} = (1-λ_t) v_t + λ_t v_t A_t.
+Rows of A come in blocks, each cut off at its last column: A is read once, its lower half only. The first step is row q
+of A_T itself, and positions after the last query are never looked at.
+
+Both accumulate in float32 (float64 for float64 input): half-precision kernels are widened a block at a time. Gradients
+are computed by hand with the same blocks: for G = dL/dP_t,
+
+    dL/dA_t = λ tril(G P_{t-1}ᵀ),   dL/dλ_t = <A_t, tril(G P_{t-1}ᵀ)> - <G, P_{t-1}>,   dL/dP_{t-1} = (1-λ) G + λ A_tᵀ G
+
+and its row form. What lies above the diagonal of A is taken to be zero and gets a gradient of zero.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+#: lengths from which a batch entry is worth its own loop over blocks; shorter ones go through batched products
+_LOOP_FROM = 192
+
+
+def rollout_matmul(
+    mixing: Float[Tensor, "*#batch layers"], kernels: Float[Tensor, "*#batch layers n n"], every: bool = False
+) -> Float[Tensor, "..."]:
+    """The whole P, or with `every` all partial products, by blocks on and below the diagonal.
+
+    Args:
+        mixing: λ `[..., T]`.
+        kernels: lower triangular A `[..., T, N, N]`; any strides; leading dimensions broadcast with those of `mixing`.
+        every: give P_0 = I, P_1, ..., P_T.
+
+    Returns:
+        `[..., N, N]`, or `[..., T+1, N, N]` with `every`; float32 for half-precision kernels, else the kernels' dtype.
+        Exactly zero above the diagonal.
+    """
+    mixing, kernels = _broadcast(mixing, kernels)
+    if torch.is_grad_enabled() and (mixing.requires_grad or kernels.requires_grad):
+        states = _Whole.apply(mixing, kernels)
+        return states if every else states[..., -1, :, :]  # type: ignore[return-value]
+    return _whole(mixing, kernels, every)
+
+
+def rollout_rows(
+    mixing: Float[Tensor, "*#batch layers"], kernels: Float[Tensor, "*#batch layers n n"], rows: Int[Tensor, " q"]
+) -> Float[Tensor, "*batch q n"]:
+    """Some rows of P; each A is read once, and only on and below the diagonal.
+
+    Args:
+        mixing: λ `[..., T]`.
+        kernels: lower triangular A `[..., T, N, N]`; any strides; leading dimensions broadcast with those of `mixing`.
+        rows: query positions `[Q]`, 0 for the first token.
+
+    Returns:
+        `[..., Q, N]`; float32 for half-precision kernels, else the kernels' dtype.
+    """
+    mixing, kernels = _broadcast(mixing, kernels)
+    if torch.is_grad_enabled() and (mixing.requires_grad or kernels.requires_grad):
+        return _Rows.apply(mixing, kernels, rows)[0]  # type: ignore[index]
+    return _rows(mixing, kernels, rows)[..., 0, :, :]
+
+
+def _broadcast(mixing: Tensor, kernels: Tensor) -> tuple[Tensor, Tensor]:
+    lead = torch.broadcast_shapes(mixing.shape[:-1], kernels.shape[:-3])
+    mixing = mixing.to(device=kernels.device, dtype=_accumulator(kernels.dtype))
+    return mixing.expand(*lead, mixing.shape[-1]), kernels.expand(*lead, *kernels.shape[-3:])
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _spans(n: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, n, size):
+        yield start, min(start + size, n)
+
+
+def _block(n: int, device: torch.device) -> int:
+    """Edge of a block: small enough that little lies above the diagonal, big enough that products stay efficient."""
+    if device.type == "cpu":
+        return 128 if n < 768 else 256
+    return max(256, -(-n // 8))
+
+
+def _layer(kernels: Tensor, t: int) -> Tensor:
+    """A_t as [B, N, N]: a view when the leading dimensions allow it, else a copy of this one layer."""
+    return kernels[..., t, :, :].reshape(-1, *kernels.shape[-2:])
+
+
+# ---------------------------------------------------------------------------------------------------------------- whole
+
+
+def _whole(mixing: Tensor, kernels: Tensor, every: bool) -> Tensor:
+    """[..., N, N] or [..., T+1, N, N]."""
+    lead, layers, n = mixing.shape[:-1], mixing.shape[-1], kernels.shape[-1]
+    options: dict[str, Any] = {"dtype": mixing.dtype, "device": kernels.device}
+    loop = kernels.device.type == "cpu" and n >= _LOOP_FROM
+    if every:
+        out = torch.zeros(*lead, layers + 1, n, n, **options)
+    else:
+        out = torch.zeros(*lead, n, n, **options)
+    if loop:
+        for index in itertools.product(*(range(size) for size in lead)):
+            lam, a = mixing[index].tolist(), kernels[index]
+            if every:
+                states = list(out[index])
+            else:  # two buffers in turn, the answer in the one that is returned
+                spare = torch.zeros(n, n, **options)
+                states = [out[index] if (layers - t) % 2 == 0 else spare for t in range(layers + 1)]
+            states[0].fill_diagonal_(1.0)
+            for t in range(layers):
+                _step(states[t], a[t], lam[t], states[t + 1], first=t == 0)
+        return out
+    flat = out.reshape(lead.numel(), *out.shape[len(lead) :])
+    lam = mixing.reshape(lead.numel(), layers)
+    if every:
+        states = list(flat.unbind(1))
+    else:
+        spare = torch.zeros_like(flat)
+        states = [flat if (layers - t) % 2 == 0 else spare for t in range(layers + 1)]
+    states[0].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    for t in range(layers):
+        _batched_step(states[t], _layer(kernels, t), lam[:, t], states[t + 1])
+    return out
+
+
+def _step(p: Tensor, a: Tensor, lam: float, out: Tensor, first: bool) -> None:
+    """out = (1-λ) p + λ a p on and below the diagonal, [N, N]; `first` says that p is the identity."""
+    n = p.shape[-1]
+    if first:
+        torch.mul(a, lam, out=out) if a.dtype == out.dtype else out.copy_(a).mul_(lam)
+        out.diagonal().add_(1.0 - lam)
+        return
+    size = _block(n, p.device)
+    for r0, r1 in _spans(n, size):
+        strip = a[r0:r1, :r1].to(out.dtype)
+        for c0, c1 in _spans(r1, size):
+            torch.addmm(
+                p[r0:r1, c0:c1], strip[:, c0:], p[c0:r1, c0:c1], beta=1.0 - lam, alpha=lam, out=out[r0:r1, c0:c1]
+            )
+
+
+def _batched_step(p: Tensor, a: Tensor, lam: Tensor, out: Tensor) -> None:
+    """out = (1-λ) p + λ a p on and below the diagonal; p, a, out [B, N, N], λ [B]."""
+    n = p.shape[-1]
+    size = _block(n, p.device)
+    weight = lam[:, None, None]
+    for r0, r1 in _spans(n, size):
+        strip = a[:, r0:r1, :r1].to(out.dtype)
+        for c0, c1 in _spans(r1, size):
+            product = torch.bmm(strip[:, :, c0:], p[:, c0:r1, c0:c1])
+            out[:, r0:r1, c0:c1] = torch.lerp(p[:, r0:r1, c0:c1], product, weight)
+
+
+class _Whole(torch.autograd.Function):
+    """All partial products, with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, mixing: Tensor, kernels: Tensor) -> Tensor:
+        states = _whole(mixing, kernels, every=True)
+        ctx.save_for_backward(mixing, kernels, states)
+        return states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        mixing, kernels, states = ctx.saved_tensors
+        layers, n = mixing.shape[-1], kernels.shape[-1]
+        lam = mixing.reshape(-1, layers)
+        p = states.reshape(-1, layers + 1, n, n)
+        grad = grad.reshape(-1, layers + 1, n, n)
+        grad_a = torch.zeros(lam.shape[0], layers, n, n, dtype=kernels.dtype, device=kernels.device)
+        grad_lam = torch.empty_like(lam)
+        g = grad[:, layers].tril()
+        size = _block(n, kernels.device)
+        for t in range(layers - 1, -1, -1):
+            a, before = _layer(kernels, t), p[:, t]
+            weight = lam[:, t, None, None]
+            dot = -(g * before).sum((-2, -1))
+            following = torch.zeros_like(g)
+            for r0, r1 in _spans(n, size):
+                strip = a[:, r0:r1, :r1].to(g.dtype)
+                down = a[:, r0:, r0:r1].to(g.dtype).mT
+                for c0, c1 in _spans(r1, size):
+                    w = torch.bmm(g[:, r0:r1, :c1], before[:, c0:c1, :c1].mT)
+                    if c0 == r0:
+                        w = w.tril()
+                    dot += (strip[:, :, c0:c1] * w).sum((-2, -1))
+                    grad_a[:, t, r0:r1, c0:c1] = weight * w
+                    following[:, r0:r1, c0:c1] = torch.bmm(down, g[:, r0:, c0:c1])
+            grad_lam[:, t] = dot
+            g = (torch.lerp(g, following, weight) + grad[:, t]).tril()
+        return grad_lam.reshape(mixing.shape), grad_a.reshape(kernels.shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def _rows(mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool = False) -> Tensor:
+    """[..., 1, Q, N], or with `every` [..., T+1, Q, N] with the unit rows in the last slot."""
+    lead, layers, full = mixing.shape[:-1], mixing.shape[-1], kernels.shape[-1]
+    queries = rows.shape[0]
+    options: dict[str, Any] = {"dtype": mixing.dtype, "device": kernels.device}
+    out = torch.zeros(*lead, layers + 1 if every else 1, queries, full, **options)
+    if queries == 0:
+        return out
+    rows = rows.to(kernels.device)
+    n = int(rows.max()) + 1  # nothing after the last query is seen
+    unit = torch.zeros(queries, n, **options)
+    unit[torch.arange(queries, device=kernels.device), rows] = 1.0
+    loop = kernels.device.type == "cpu" and n >= _LOOP_FROM
+    flat = out.reshape(lead.numel(), *out.shape[-3:])
+    lam = mixing.reshape(lead.numel(), layers)
+
+    def keep(t: int, entry: int | slice, v: Tensor) -> None:
+        if every or t == 0:
+            flat[entry, t, ..., :n] = v
+
+    if every or layers == 0:
+        keep(layers, slice(None), unit)
+    if loop:
+        for entry, index in enumerate(itertools.product(*(range(size) for size in lead))):
+            a, weights = kernels[index], lam[entry].tolist()
+            v = unit
+            for t in range(layers - 1, -1, -1):
+                v = _row_step(v, a[t], weights[t], rows if t == layers - 1 else None)
+                keep(t, entry, v)
+        return out
+    v = unit.expand(flat.shape[0], queries, n)
+    for t in range(layers - 1, -1, -1):
+        a = _layer(kernels, t)
+        if t == layers - 1:
+            product = a[:, rows, :n].to(v.dtype)
+        else:
+            product = torch.zeros_like(v)
+            for r0, r1 in _spans(n, _block(n, v.device)):
+                product[..., :r1] += torch.bmm(v[..., r0:r1], a[:, r0:r1, :r1].to(v.dtype))
+        v = torch.lerp(v, product, lam[:, t, None, None])
+        keep(t, slice(None), v)
+    return out
+
+
+def _row_step(v: Tensor, a: Tensor, lam: float, rows: Tensor | None) -> Tensor:
+    """(1-λ) v + λ v a for v [Q, n] on the CPU; `rows` when v is the unit rows of these positions."""
+    queries, n = v.shape
+    if rows is not None:
+        return torch.lerp(v, a[rows, :n].to(v.dtype), lam)
+    if queries == 1:
+        return torch.lerp(v, _vector_product(v[0], a)[None], lam)
+    product = torch.zeros_like(v)
+    for r0, r1 in _spans(n, 256):
+        product[:, :r1].addmm_(v[:, r0:r1], a[r0:r1, :r1].to(v.dtype))
+    return torch.lerp(v, product, lam)
+
+
+def _vector_product(v: Tensor, a: Tensor) -> Tensor:
+    """v a for one row, v [n], a [>=n, >=n], by row blocks cut off at the diagonal.
+
+    NumPy's BLAS (OpenBLAS) reads memory faster here than the one inside torch; the blocks are views for both.
+    """
+    n = v.shape[0]
+    out = torch.zeros_like(v)
+    vector, total = v.numpy(), out.numpy()
+    narrow = a.dtype != v.dtype
+    matrix = None if narrow else a.detach().numpy()
+    size = 64 if narrow else max(128, -(-n // 32))
+    for r0, r1 in _spans(n, size):
+        block = a[r0:r1, :r1].to(v.dtype).numpy() if matrix is None else matrix[r0:r1, :r1]
+        total[:r1] += vector[r0:r1] @ block
+    return out
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of P, with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, mixing: Tensor, kernels: Tensor, rows: Tensor) -> tuple[Tensor]:
+        states = _rows(mixing, kernels, rows, every=True)
+        ctx.save_for_backward(mixing, kernels, states)
+        return (states[..., 0, :, :].clone(),)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        mixing, kernels, states = ctx.saved_tensors
+        layers, n = mixing.shape[-1], kernels.shape[-1]
+        lam = mixing.reshape(-1, layers)
+        v = states.reshape(-1, *states.shape[-3:])
+        g = grad.reshape(-1, *grad.shape[-2:])
+        grad_a = torch.zeros(lam.shape[0], layers, n, n, dtype=kernels.dtype, device=kernels.device)
+        grad_lam = torch.empty_like(lam)
+        size = _block(n, kernels.device)
+        for t in range(layers):  # v_t = (1-λ_t) v_{t+1} + λ_t v_{t+1} A_t, so the gradient goes up the layers
+            a, above = _layer(kernels, t), v[:, t + 1]
+            weight = lam[:, t, None, None]
+            back = torch.zeros_like(g)
+            for r0, r1 in _spans(n, size):
+                block = a[:, r0:r1, :r1].to(g.dtype)
+                back[..., r0:r1] = torch.bmm(g[..., :r1], block.mT)
+                outer = torch.bmm(above[..., r0:r1].mT, g[..., :r1])
+                grad_a[:, t, r0:r1, :r1] = (weight * outer).tril(diagonal=r0)
+            grad_lam[:, t] = (above * (back - g)).sum((-2, -1))
+            g = torch.lerp(g, back, weight)
+        return grad_lam.reshape(mixing.shape), grad_a.reshape(kernels.shape), None
