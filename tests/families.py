@@ -232,7 +232,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> None:
-    """Give every parameter a visible random value: matrices N(0, scale²)-ish, vectors perturbed around what they are."""
+    """Give every parameter a visible random value: matrices N(0, scale²), vectors perturbed around what they are."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

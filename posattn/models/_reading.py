@@ -1,8 +1,8 @@
 """Reading a position scheme from a transformers model as it runs.
 
-Tables come from the model's own code: its rotary module is run (on a copy, so that variants whose frequencies follow the
-length keep their state), its ALiBi builder is called, its attention module's own `apply_rotary_pos_emb` decides which
-features are paired. Configuration fields serve only where the module has no say (the window of a layer).
+Tables come from the model's own code: its rotary module is run (on a copy, so that variants whose frequencies follow
+the length keep their state), its ALiBi builder is called, its attention module's own `apply_rotary_pos_emb` decides
+which features are paired. Configuration fields serve only where the module has no say (the window of a layer).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _scale(attention: Any, head_dim: int) -> float:
 
 
 def layer_type(config: Any, attention: Any, layer: int) -> str | None:
-    """What kind of layer this is in models that mix local and global ones ("sliding_attention", "full_attention", …)."""
+    """The kind of layer in models that mix local and global ones ("sliding_attention", "full_attention", …)."""
     for name in ("layer_type", "attention_type"):
         if isinstance(value := getattr(attention, name, None), str):
             return value

@@ -1,18 +1,19 @@
 """Hooks on a live model, delivered layer by layer.
 
-An adapter names, for every point, a `Tap`: the module whose output (or input) holds it, and how to bring that raw tensor
-into the canonical shape and back. This module does the rest: it knows when a forward pass begins and ends, hands a layer
-to the observer as soon as all of its points have fired, drops it at once, and complains at the end of a pass about points
-that never fired. PyTorch's own forward hooks are used, each removed through its handle: no other hook is ever touched.
+An adapter names, for every point, a `Tap`: the module whose output (or input) holds it, and how to bring that raw
+tensor into the canonical shape and back. This module does the rest: it knows when a forward pass begins and ends, hands
+a layer to the observer as soon as all of its points have fired, drops it at once, and complains at the end of a pass
+about points that never fired. PyTorch's own forward hooks are used, each removed through its handle: no other hook is
+ever touched.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ class TappedModel(Model):
         for point in wanted:
             if point not in POINTS:
                 raise InputError(f"unknown point {point!r}: choose from {', '.join(POINTS)}")
-        taps = {
+        taps: dict[int, dict[Point, Tap]] = {
             layer: {point: tap for point in wanted if (tap := self._tap(point, layer)) is not None}
             for layer in self._chosen(layers)
         }
@@ -173,7 +174,7 @@ class _Pass:
             del self._pending[layer]
             self._observing = True
             try:
-                self._observer(layer, seen, batch)
+                self._observer(layer, cast("Mapping[str, Tensor]", seen), batch)
             finally:
                 self._observing = False
 
@@ -261,7 +262,7 @@ def batch_of(name: str, tokens: Tensor | None, embeddings: Tensor | None, mask: 
         real = mask if mask.dtype == torch.bool else mask != 0
     else:
         raise HookError(
-            f"{name} was called with an attention mask of shape {tuple(mask.shape)} for tokens of shape {tuple(shape)}: "
+            f"{name} was called with an attention mask of shape {tuple(mask.shape)} for {tuple(shape)} tokens: "
             "only whole sequences with one flag a token can be measured (no cached keys, as in generation)"
         )
     return Batch(tokens=tokens, mask=real)

@@ -8,7 +8,7 @@ may look at a model's modules or hook names.
 Points (canonical shapes; B documents, N positions, D = d_model, H heads, K key heads, d head width):
 
     resid_pre  [B,N,D]   X: raw block input, before any norm
-    attn_out   [B,N,D]   a: exactly what the block adds to X for attention (after output projection, post-norm, multiplier)
+    attn_out   [B,N,D]   a: exactly what the block adds to X for attention (after projection, post-norm, multiplier)
     mlp_out    [B,N,D]   exactly what the block adds for the MLP
     resid_post [B,N,D]   block output
     attn_in    [B,N,D]   what the attention's projections read (after the input norm)
@@ -63,8 +63,8 @@ class Rotary:
 class Alibi:
     """Linear bias −slope_h·(i−j), in the units of the logits that enter the softmax (scale already applied).
 
-    `table` [H,N] is the bias that the model adds to the key at each position, as it really computes it: up to a constant
-    per row the same thing, except that some models round it (Falcon forms slope·position in bfloat16).
+    `table` [H,N] is the bias that the model adds to the key at each position, as it really computes it: up to a
+    constant per row the same thing, except that some models round it (Falcon forms slope·position in bfloat16).
     """
 
     slopes: Tensor  # [H]
@@ -75,8 +75,8 @@ class Alibi:
 class PositionScheme:
     """Everything one layer does with position, for one length.
 
-    `kind` is the main scheme: "rotary", "alibi", "absolute" (positions enter through the embeddings only), "shortformer"
-    (absolute embeddings added to queries and keys), or "none" (a NoPE layer).
+    `kind` is the main scheme: "rotary", "alibi", "absolute" (positions enter through the embeddings only),
+    "shortformer" (absolute embeddings added to queries and keys), or "none" (a NoPE layer).
     `window` w: exactly w keys are visible, the query's own included. `softcap` c: logits become c·tanh(logits/c).
     `sinks` [H]: an extra learned logit per head that takes part in the softmax and is then dropped.
     `scale` multiplies q·k. Order: scale, + bias, softcap, mask, sink, softmax, as the model does it.
@@ -111,7 +111,8 @@ class OutputMap:
     """How the heads of one layer reach the residual stream.
 
     attn_out = multiplier · norm(Σ_h z_h W_O^h + b_O), where norm is absent (`norm_weight` None) or
-    x ↦ norm_weight ⊙ (x [− mean x if `norm_centres`]) / post_scale [+ norm_bias], with post_scale from the point of that name.
+    x ↦ norm_weight ⊙ (x [− mean x if `norm_centres`]) / post_scale [+ norm_bias], with post_scale from the point of
+    that name.
     """
 
     weight: Tensor  # [H, d, D]
@@ -217,4 +218,4 @@ class Model(abc.ABC):
     def intervene(
         self, point: Literal["z", "attn_in", "resid_pre"], change: Intervention, layers: Iterable[int] | None = None
     ) -> AbstractContextManager[None]:
-        """While the context is open, replace `point` by what `change(layer, tensor, batch)` returns (None: unchanged)."""
+        """While the context is open, `point` becomes what `change(layer, tensor, batch)` returns (None: unchanged)."""

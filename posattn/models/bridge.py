@@ -1,10 +1,10 @@
 """TransformerLens' `TransformerBridge` (2.16 and newer, default and compatibility mode) as a `Model`.
 
-A bridge keeps the transformers model and wraps its parts; every part has hook points that are modules, so that PyTorch's
-own hooks read them without any conversion or copy. What differs between architectures and is settled here:
+A bridge keeps the transformers model and wraps its parts; every part has hook points that are modules, so that
+PyTorch's own hooks read them without any conversion or copy. What differs between architectures and is settled here:
 
-* what a block adds for attention is the output of the post-attention norm where there is one, times a residual multiplier;
-  BLOOM and MPT add the residual inside the attention or MLP module, so their output projection is read instead;
+* what a block adds for attention is the output of the post-attention norm where there is one, times a residual
+  multiplier; BLOOM and MPT add the residual inside the attention or MLP module, so their output projection is read instead;
 * queries and keys are read after QK-norm where the model has one;
 * positions count real tokens, so position ids are passed along with a mask.
 """
@@ -171,7 +171,7 @@ class BridgeModel(TappedModel):
                     source = norm.hook_out
                 elif self._config.model_type in _MLP_ADDS_RESIDUAL:
                     source = _last_projection(block.mlp)
-                elif getattr(block.mlp, "original_component", None) is None:
+                elif getattr(block.mlp, "is_symbolic", False):
                     source = _last_projection(block.mlp)  # OPT: no MLP module, only its two projections
                 else:
                     source = block.mlp.hook_out
@@ -226,7 +226,7 @@ def _blocks(bridge: Any) -> list[Any]:
         if missing or not hasattr(attention, "hook_pattern"):
             lacking = ", ".join(missing) or "pattern"
             raise UnsupportedModelError(
-                f"layer {t} of {name}: TransformerLens gives no access to its attention's {lacking}, so it is not supported"
+                f"layer {t} of {name}: TransformerLens gives no access to its attention's {lacking}: not supported"
             )
     if not blocks:
         raise UnsupportedModelError(f"{name} has no layers")

@@ -2,8 +2,8 @@
 
 For queries q and keys k as the scheme receives them (after bias and QK-norm, before any rotation), the weights are
 
-    S_ij = scale · ⟨R_i q_i, R_j k_j⟩ − slope·(i − j)          (rotary, Su et al. 2104.09864, eq. 14; ALiBi, Press et al.
-                                                                2108.12409, sec. 3; either may be absent)
+    S_ij = scale · ⟨R_i q_i, R_j k_j⟩ − slope·(i − j)          (rotary: Su et al., 2104.09864, section 3; ALiBi: Press
+                                                                et al., 2108.12409, section 3; either may be absent)
     S_ij ← c · tanh(S_ij / c)                                   (soft cap)
     A_i  = softmax over the visible j (and the sink) of S_i     (the sink's own weight is then dropped)
 
