@@ -1,4 +1,4 @@
-"""Drawing primitives that every `plot` method shares: one style, labelled axes, colours that all readers can tell apart.
+"""Drawing primitives that every `plot` method shares: one style, labelled axes, safe colours.
 
 Colours are the eight of Okabe and Ito (2008); heat maps use perceptually even maps (viridis; for signed values a
 blue–white–orange one centred on zero). matplotlib is imported when something is drawn, never before.
@@ -80,7 +80,7 @@ def curve(
     index: int | None = None,
     **keywords: Any,
 ) -> Any:
-    """One curve [n], with a shaded band of ±`spread` or from `low` to `high`; colour and dash follow the curve's number."""
+    """One curve [n] with a band of ±`spread` or from `low` to `high`; colour and dash follow the curve's number."""
     y = values(y)
     x = range(len(y)) if x is None else values(x)
     number = len(ax.lines) if index is None else index

@@ -1,15 +1,15 @@
 """Tokens: the documents a measurement reads, as one tensor of fixed length.
 
 A measurement averages over documents at each position, so every row of the tensor is one document and every row is
-equally long: a document gives its first `length` tokens, shorter documents are skipped (and counted), nothing is padded.
-`pack=True` joins all documents (an end-of-text token between them where the tokenizer has one) and cuts the stream
-into rows instead. One plain text file is one document; it is always cut into consecutive rows unless `separator` says
-where its documents end.
+equally long: a document gives its first `length` tokens, shorter documents are skipped (and counted), nothing is
+padded. `pack=True` joins all documents (an end-of-text token between them where the tokenizer has one) and cuts the
+stream into rows instead. One plain text file is one document; it is always cut into consecutive rows unless
+`separator` says where its documents end.
 
 BOS policy (recorded by `Tokens.describe`): `bos=True` puts the tokenizer's beginning-of-sequence token first in every
-row, `bos=False` never does, and `bos=None` does what the model's tokenizer does by itself when it is asked to encode a text with its special
-tokens (a model whose adapter knows better says so in `prepends_bos`). The BOS token counts as one of the
-`length` tokens. No other special token is ever added.
+row, `bos=False` never does, and `bos=None` does what the model's tokenizer does by itself when it is asked to encode
+a text with its special tokens (a model whose adapter knows better says so in `prepends_bos`). The BOS token counts as
+one of the `length` tokens. No other special token is ever added.
 
 The order of documents is a permutation drawn from `seed`; from a streamed data set it is `datasets`' own buffered
 shuffle with that seed. The same arguments always give the same tokens.
@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +92,7 @@ class Tokens:
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Provenance as JSON values: source, documents used, skipped and asked for, length, BOS policy, seed, fingerprint."""
+        """Provenance as JSON values: source, documents, skipped, asked for, length, BOS policy, seed, fingerprint."""
         return {
             **self.facts,
             "documents": self.documents,
@@ -102,7 +103,7 @@ class Tokens:
 
 
 def load_tokens(
-    source: str | os.PathLike[str] | Int[Tensor, "..."] | Tokens,
+    source: str | os.PathLike[str] | Tensor | Tokens,
     model: Any,
     length: int | None = None,
     samples: int | None = None,
@@ -310,7 +311,6 @@ def _bundled(source: str, seed: int) -> _Reader:
     if source != "bundled:python-docs":
         raise DataError(f"unknown source {source}: the built-in text is bundled:python-docs")
     import platform
-
     from pydoc_data.topics import topics
 
     documents = [topics[name] for name in sorted(topics)]
@@ -359,9 +359,10 @@ def _streamed(label: str, name: str, options: dict[str, Any], split: str, field:
     import datasets
 
     try:
-        stream = datasets.load_dataset(name, split=split, streaming=True, **options)
-        rows = iter(stream.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER))
-        head = next(rows, None)
+        with _quiet(datasets.logging):
+            stream = datasets.load_dataset(name, split=split, streaming=True, **options)
+            rows = iter(stream.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER))
+            head = next(rows, None)
     except Exception as error:  # datasets raises many kinds, from many libraries: the user needs one line
         reason = str(error).strip().splitlines()
         raise DataError(f"cannot read {label}: {reason[0] if reason else type(error).__name__}") from error
@@ -369,6 +370,17 @@ def _streamed(label: str, name: str, options: dict[str, Any], split: str, field:
         raise DataError(f"{label} holds no documents")
     records = itertools.chain([head], rows)
     return _Reader((_text(row, field, f"a row of {label}") for row in records), label, field)
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Keep a library from logging what we are about to raise."""
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _rows(

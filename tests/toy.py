@@ -1,7 +1,7 @@
 """A small transformer written out by hand that implements `Model`: for tests that need no TransformerLens.
 
-Pre-norm blocks, learned absolute positions, grouped queries, an optional sink per head. Every point is computed in plain torch
-and shown to the observers, so expected values can be recomputed from `record`.
+Pre-norm blocks, learned absolute positions, grouped queries, an optional sink per head. Every point is computed in
+plain torch and shown to the observers, so expected values can be recomputed from `record`.
 """
 
 from __future__ import annotations

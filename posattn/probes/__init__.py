@@ -1,1 +1,1 @@
-"""Probes: attach to a live model, keep running statistics, answer with results. `measure` is the loop over documents."""
+"""Probes: attach to a live model, keep running statistics, answer with results. `measure` is the loop."""

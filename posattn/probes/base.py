@@ -29,7 +29,7 @@ class Probe(abc.ABC):
     def needs(self) -> frozenset[Point]:
         """The points that `update` reads."""
 
-    def begin(self, model: Model) -> None:
+    def begin(self, model: Model) -> None:  # noqa: B027 (optional: many probes need no preparation)
         """Called whenever the probe is attached to a model, before anything is measured."""
 
     @abc.abstractmethod

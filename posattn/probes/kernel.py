@@ -5,8 +5,8 @@ documents, and positions count real tokens. An attention sink (a learned extra c
 mean sum is kept as `row_mass`, the mean missing mass of each head as `sink_mass`, and the rows themselves are
 renormalised to sum to 1, as a rollout needs them (which also removes the rounding of patterns held in bfloat16).
 
-The pattern is summed over documents and heads first, in float32, and only that [N,N] sum is added to the float64 total, so neither time
-nor memory grows with the number of heads unless `per_head` asks for it.
+The pattern is summed over documents and heads first, in float32, and only that [N,N] sum is added to the float64
+total, so neither time nor memory grows with the number of heads unless `per_head` asks for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The measuring loop: documents in, a `Measurement` out.
 
-Every batch is one forward pass with the probes attached; what is kept are running statistics only, so memory does not grow with the
-number of documents. With `checkpoint`, the statistics and the number of documents done are written atomically
-every few batches; `resume=True` goes on from there, after checking that the model (down to a sample of its weights),
-the documents and the settings are the same, and gives what an uninterrupted run gives.
+Every batch is one forward pass with the probes attached; what is kept are running statistics only, so memory does not
+grow with the number of documents. With `checkpoint`, the statistics and the number of documents done are written
+atomically every few batches; `resume=True` goes on from there, after checking that the model (down to a sample of its
+weights), the documents and the settings are the same, and gives what an uninterrupted run gives.
 """
 
 from __future__ import annotations
@@ -202,21 +202,24 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
         at = int(mixing.stream_share[t].argmax())
         yield (
             f"In {len(massive)} of {len(mixing.token)} layers one position holds most of the residual stream's energy "
-            f"(layer {t}: {float(mixing.largest_position_share[t]):.0%}, mostly position {at}). The Frobenius λ describes that "
-            f"position there; in layer {t} it is {float(mixing.frobenius[t]):.3g} where the token-wise λ is "
-            f"{float(mixing.token[t]):.3g}."
+            f"(layer {t}: {float(mixing.largest_position_share[t]):.0%}, mostly position {at}). "
+            f"The Frobenius λ describes that position there; in layer {t} it is {float(mixing.frobenius[t]):.3g} "
+            f"where the token-wise λ is {float(mixing.token[t]):.3g}."
         )
     if bool((kernels.sink_mass > 0).any()):
         t = int(kernels.sink_mass.mean(-1).argmax())
         yield (
-            f"The model has attention sinks: up to {float(kernels.sink_mass[t].mean()):.0%} of a layer's attention (layer {t}) "
-            "goes nowhere. Kernel rows were renormalised to sum to 1."
+            f"The model has attention sinks: up to {float(kernels.sink_mass[t].mean()):.0%} of a layer's attention "
+            f"(layer {t}) goes nowhere. Kernel rows were renormalised to sum to 1."
         )
     without = kernels.sink_mass.sum(-1) == 0
     if bool(without.any()):
         off = float((kernels.row_mass[without] - 1).abs().max())
         if off > ROW_TOLERANCE:
-            yield f"Attention rows of layers without a sink are off from summing to 1 by up to {off:.2g}; they were renormalised."
+            yield (
+                f"Attention rows of layers without a sink are off from summing to 1 by up to {off:.2g}; "
+                "they were renormalised."
+            )
     if int(kernels.counts.min()) < int(kernels.counts.max()):
         yield (
             f"The documents differ in length: {int(kernels.counts.max())} reach the first position, "

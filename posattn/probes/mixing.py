@@ -5,11 +5,12 @@ With x_i the residual stream before the block and a_i what attention adds to it,
     token-wise   λ(x) = mean_i ‖a_i‖₂ / (‖x_i‖₂ + ‖a_i‖₂)
     Frobenius    λ(x) = ‖a‖_F / (‖x‖_F + ‖a‖_F)
 
-each averaged over documents (Herasimchyk et al., arXiv 2602.16837; the paper writes the second, its figures use the first). They part company
-when a single position holds most of ‖X‖_F, so the share of ‖X‖_F² at the largest position is measured too. 0/0 is λ = 0.
+each averaged over documents (Herasimchyk et al., arXiv 2602.16837; the paper writes the second, its figures use the
+first). They part company when a single position holds most of ‖X‖_F, so the share of ‖X‖_F² at the largest position
+is measured too. 0/0 is λ = 0.
 
-Each layer leaves two norms per token; everything else is computed once a batch, when all layers have reported, so that a
-forward pass that was interrupted leaves no trace.
+Each layer leaves two norms per token; everything else is computed once a batch, when all layers have reported, so
+that a forward pass that was interrupted leaves no trace.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Mixing(Result):
     """Mixing coefficients of T layers at N positions, averaged over documents. All λ are in [0,1].
 
     `token` and `frobenius` [T]; their standard deviations over documents (n−1); `per_position` [T,N] with its standard
-    deviation; `counts` [N] documents that reach each position; `largest_position_share` [T]: the largest share of ‖X‖_F²
-    that one position of a document holds; `stream_share` [T,N]: the share of each position.
+    deviation; `counts` [N] documents that reach each position; `largest_position_share` [T]: the largest share of
+    ‖X‖_F² that one position of a document holds; `stream_share` [T,N]: the share of each position.
     """
 
     kind: ClassVar[str] = "mixing"
@@ -55,7 +56,7 @@ class Mixing(Result):
     documents: int
 
     def to_dataframe(self) -> pd.DataFrame:
-        """One row a layer, quantity and position: columns layer, position (missing for whole documents), quantity, value, std."""
+        """Columns layer, position (missing for whole documents), quantity, value, std."""
         import pandas as pd
 
         layers, positions = self.per_position.shape

@@ -5,7 +5,8 @@ Memory does not grow with the number of batches; two statistics merge into the o
 changes a result beyond rounding: everything is added up in float64 (on devices that lack it, in float32 with a
 compensation term).
 
-* `Moments`: mean and variance by the pairwise update of Chan, Golub and LeVeque (1979): for two groups with counts n, m,
+* `Moments`: mean and variance by the pairwise update of Chan, Golub and LeVeque (1979): for two groups with counts n,
+m,
   mean = mean_a + δ m/(n+m), M2 = M2_a + M2_b + δ² nm/(n+m), δ = mean_b − mean_a.
 * `Sums`: plain sums of tensors that are large, `[positions, ...]`-shaped, and may grow with the longest document.
 * `Alignment`: where the real tokens of a padded batch are, so that position = index among the real tokens.
@@ -95,8 +96,8 @@ class Moments:
 class Sums:
     """A running sum of tensors whose last `grow_axes` axes may grow; lives where the data lives.
 
-    Terms come in float32 (one batch's own sum) and are added to a float64 total. Where float64 is missing, the total is float32 with
-    Kahan's compensation, which keeps the error independent of the number of batches.
+    Terms come in float32 (one batch's own sum) and are added to a float64 total. Where float64 is missing, the total
+    is float32 with Kahan's compensation, which keeps the error independent of the number of batches.
     """
 
     def __init__(self, grow_axes: int = 0) -> None:
@@ -184,8 +185,8 @@ def _widen(tensor: Tensor, width: int) -> Tensor:
 class Alignment:
     """The real tokens of a batch. `full`: there is no padding at all.
 
-    `order` [b,n] lists each row's real positions first, in order; `valid` [b,n] says which entries of an aligned row are
-    real; `lengths` [b] counts them.
+    `order` [b,n] lists each row's real positions first, in order; `valid` [b,n] says which entries of an aligned row
+    are real; `lengths` [b] counts them.
     """
 
     def __init__(self, mask: Bool[Tensor, "b n"]) -> None:
@@ -218,7 +219,7 @@ class Alignment:
 
 
 class Aligner:
-    """Builds one `Alignment` a batch, however many layers ask for it (asking a GPU whether there is padding is slow)."""
+    """Builds one `Alignment` a batch, however many layers ask (asking a GPU whether there is padding is slow)."""
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None
@@ -233,8 +234,8 @@ class Aligner:
 class Pending:
     """What the layers of one forward pass left, until the last of them has reported.
 
-    Only finished passes are counted: when a pass breaks off (out of memory, Ctrl-C) and the same documents are run again, they must
-    not count twice in the layers that had already reported.
+    Only finished passes are counted: when a pass breaks off (out of memory, Ctrl-C) and the same documents are run
+    again, they must not count twice in the layers that had already reported.
     """
 
     def __init__(self) -> None:
@@ -247,7 +248,7 @@ class Pending:
         self._mask = None
 
     def put(self, layer: int, part: Any, mask: Tensor, layers: int) -> list[Any] | None:
-        """Keep `part`; the parts of all layers in order once the pass is complete. `mask` tells one pass from the next."""
+        """Keep `part`; once the pass is complete, the parts of all layers. `mask` tells one pass from the next."""
         if mask is not self._mask or layer in self._parts:
             self._parts.clear()
             self._mask = mask
