@@ -4,7 +4,7 @@ A bridge keeps the transformers model and wraps its parts; every part has hook p
 PyTorch's own hooks read them without any conversion or copy. What differs between architectures and is settled here:
 
 * what a block adds for attention is the output of the post-attention norm where there is one, times a residual
-  multiplier; BLOOM and MPT add the residual inside the attention or MLP module, so their output projection is read instead;
+  multiplier; BLOOM and MPT add the residual inside the attention or MLP module, so their output projection is read;
 * queries and keys are read after QK-norm where the model has one;
 * positions count real tokens, so position ids are passed along with a mask.
 """
@@ -171,7 +171,7 @@ class BridgeModel(TappedModel):
                     source = norm.hook_out
                 elif self._config.model_type in _MLP_ADDS_RESIDUAL:
                     source = _last_projection(block.mlp)
-                elif getattr(block.mlp, "is_symbolic", False):
+                elif (getattr(block, "hook_aliases", None) or {}).get("hook_mlp_out") == "mlp.out.hook_out":
                     source = _last_projection(block.mlp)  # OPT: no MLP module, only its two projections
                 else:
                     source = block.mlp.hook_out
