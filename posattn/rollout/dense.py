@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 #: name -> (module:function for some rows, module:function for the whole P); None where it has no such form
 IMPLEMENTATIONS: dict[str, tuple[str | None, str | None]] = {
     "reference": ("posattn.rollout.dense:reference_rows", "posattn.rollout.dense:reference_whole"),
-    "matmul": (None, "posattn.rollout.dense:plain_whole"),
-    "rows": ("posattn.rollout.dense:plain_rows", None),
+    "matmul": (None, "posattn.rollout.dense:blocked_whole"),
+    "rows": ("posattn.rollout.fast:rollout_rows", None),
     "triton": ("posattn.rollout.triton_kernels:rollout_triton", "posattn.rollout.triton_kernels:rollout_triton"),
 }
 _NAMES = (*IMPLEMENTATIONS, "structured", "auto")
@@ -164,7 +164,7 @@ def rollout(
             raise InputError(f"impl={impl!r} needs dense kernels: use .dense(N), or impl='structured'")
         if length is None:
             raise InputError("structured kernels have no length of their own: pass length=N")
-        return rollout_structured(mixing, kernels, length, queries, depth=depth, dtype=dtype)
+        return rollout_structured(mixing, kernels, length, queries, impl=impl, depth=depth, dtype=dtype)
     if impl == "structured":
         raise InputError("impl='structured' needs structured kernels, not tensors")
 
@@ -185,10 +185,9 @@ def rollout(
     name = impl if impl != "auto" else _pick(weights, dense, rows, depth, causal)
     half = dense.dtype in (torch.float16, torch.bfloat16)
     compute = torch.float64 if name == "reference" else dtype or (torch.float32 if half else dense.dtype)
-    if not (name == "triton" and half and dtype is None):  # triton reads half precision itself and renormalises there
-        dense = dense.to(compute)
-        if half:
-            dense = dense / dense.sum(-1, keepdim=True)
+    dense = dense.to(compute)
+    if half:
+        dense = dense / dense.sum(-1, keepdim=True)
     weights = weights.to(compute)
 
     profile = _run(name, weights, dense, rows, depth == "every", causal)
@@ -324,6 +323,16 @@ def plain_whole(
     return torch.stack(history, -3) if depth_every else product
 
 
+def blocked_whole(
+    mixing: Float[Tensor, "*#batch layers"], kernels: Float[Tensor, "*#batch layers n n"], depth_every: bool
+) -> Tensor:
+    """`plain_whole` for lower triangular kernels, by blocks: nothing above the diagonal is touched."""
+    from posattn.rollout.fast import rollout_matmul
+
+    product = rollout_matmul(mixing, kernels, depth_every)
+    return product[..., 1:, :, :] if depth_every else product  # without P(0) = I
+
+
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +343,9 @@ def check_mixing(mixing: Any, layers: int | None = None, device: torch.device | 
         InputError: NaN, a value outside [0, 1] (naming the layer), or a length other than `layers`.
     """
     try:
-        weights = torch.as_tensor(mixing, device=device)
+        # plain numbers keep their double precision
+        kept = None if hasattr(mixing, "dtype") else torch.float64
+        weights = torch.as_tensor(mixing, device=device, dtype=kept)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"mixing cannot be read as numbers: {error}") from error
     if weights.dtype.is_complex or weights.dtype == torch.bool:
