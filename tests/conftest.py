@@ -12,12 +12,14 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 from jaxtyping import install_import_hook
 
-# Before anything imports posattn: from here on each annotated call in it is checked, shapes included.
-install_import_hook("posattn", "beartype.beartype")
+import tests.typechecking  # noqa: F401  (the hook takes it from the package `tests`)
 
-import hypothesis
-import pytest
-import torch
+# Before anything imports posattn: from here on each annotated call in it is checked, shapes included.
+install_import_hook("posattn", "tests.typechecking.check")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 

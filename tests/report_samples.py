@@ -55,10 +55,18 @@ def profile_summary(
     """A summary.json of `posattn profile` whose measured influence has the shape `influence`."""
     token = np.linspace(0.6, 0.3, layers)
     frobenius = token / (25 if massive else 1.3)
-    profiles = {"residual": curve("sink" if sink else "recency", n), "attention_only": curve("primacy", n), "half": curve("flat", n)}
+    profiles = {
+        "residual": curve("sink" if sink else "recency", n),
+        "attention_only": curve("primacy", n),
+        "half": curve("flat", n),
+    }
     measured = None if influence is None else curve(influence, n)
     curves = {**({} if measured is None else {"influence": measured}), **profiles}
-    comparison = {} if measured is None else {k: distance(v, measured) for k, v in {**profiles, "uniform": curve("flat", n)}.items()}
+    comparison = (
+        {}
+        if measured is None
+        else {k: distance(v, measured) for k, v in {**profiles, "uniform": curve("flat", n)}.items()}
+    )
     return {
         "schema": 1,
         "command": "profile",
@@ -103,7 +111,7 @@ def profile_arrays(layers: int = 4, n: int = 64, heads: int | None = None) -> di
 HOSTILE = [
     "</script><script>window.__pwned=1</script>",
     "<img src=x onerror=window.__pwned=1>",
-    "\"><svg onload=window.__pwned=1>",
+    '"><svg onload=window.__pwned=1>',
     "'-window.__pwned=1-'",
     "{{ 7*7 }}{% for x in y %}",
     "<!--<script>",

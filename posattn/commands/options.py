@@ -29,9 +29,7 @@ Samples = Annotated[int, typer.Option("--samples", min=1, help="How many documen
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Documents in each forward pass.")]
 Bos = Annotated[
     Optional[bool],  # noqa: UP045
-    typer.Option(
-        "--bos/--no-bos", help="Begin each document with the BOS token. By default as the tokenizer does it."
-    ),
+    typer.Option("--bos/--no-bos", help="Begin each document with the BOS token. By default as the tokenizer does it."),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Decides which documents are drawn.")]
 Device = Annotated[
@@ -43,7 +41,5 @@ Dtype = Annotated[
     typer.Option("--dtype", metavar="NAME", help="float32, bfloat16, float16. By default the model's own."),
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder for the results.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the results that are in that folder already.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the results that are in that folder already.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]

@@ -71,7 +71,9 @@ def line(
     }
 
 
-def band(x: Sequence[Any], low: Sequence[float], high: Sequence[float], colour: str, opacity: float = 0.18) -> dict[str, Any]:
+def band(
+    x: Sequence[Any], low: Sequence[float], high: Sequence[float], colour: str, opacity: float = 0.18
+) -> dict[str, Any]:
     """A shaded interval around a curve."""
     return {
         "type": "scatter",
@@ -88,7 +90,9 @@ def band(x: Sequence[Any], low: Sequence[float], high: Sequence[float], colour: 
     }
 
 
-def bars(name: str, x: Sequence[Any], y: Sequence[float], *, colour: str, hover: str = "%{y:.3f}", **more: Any) -> dict[str, Any]:
+def bars(
+    name: str, x: Sequence[Any], y: Sequence[float], *, colour: str, hover: str = "%{y:.3f}", **more: Any
+) -> dict[str, Any]:
     return {
         "type": "bar",
         "name": name,

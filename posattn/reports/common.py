@@ -38,7 +38,8 @@ def subtitle(provenance: Mapping[str, Any]) -> str:
 
 def footer(provenance: Mapping[str, Any]) -> str:
     version = (provenance.get("versions") or {}).get("posattn", "")
-    return f"Made by posattn {version}. The numbers behind every figure are in summary.json, the .csv files and arrays.safetensors beside this page."
+    return f"Made by posattn {version}. The numbers behind every figure are in summary.json, the .csv files and "
+    f"arrays.safetensors beside this page."
 
 
 def warnings_section(summary: Mapping[str, Any]) -> Section | None:
@@ -46,7 +47,9 @@ def warnings_section(summary: Mapping[str, Any]) -> Section | None:
     warnings = tuple(map(str, summary.get("warnings") or ()))
     if not warnings:
         return None
-    return Section("warnings", "Warnings", (Notes(warnings, "caution"),), "What changes how these numbers should be read.")
+    return Section(
+        "warnings", "Warnings", (Notes(warnings, "caution"),), "What changes how these numbers should be read."
+    )
 
 
 def provenance_section(summary: Mapping[str, Any]) -> Section:
@@ -65,4 +68,9 @@ def provenance_section(summary: Mapping[str, Any]) -> Section:
 
     for name, value in summary["provenance"].items():
         add("" if name == "versions" else name.replace("_", " "), value)
-    return Section("provenance", "Provenance", (Facts(tuple(pairs)),), "What was measured, with what, and how: enough to do it again.")
+    return Section(
+        "provenance",
+        "Provenance",
+        (Facts(tuple(pairs)),),
+        "What was measured, with what, and how: enough to do it again.",
+    )

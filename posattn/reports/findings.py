@@ -80,8 +80,11 @@ def influence_shape(summary: Summary) -> Finding | None:
     }[kind]
     notes = ["The first position, often a sink, is left out."] if trimmed is not shape else []
     if trimmed is not shape and (whole := _kind(*_densities(shape))) != kind:
-        notes.append(f"With it, the reading changes to {_KINDS[whole]}: {shape['first']:.0%} of all influence is on it."
-                     if "first" in shape else f"With it, the reading changes to {_KINDS[whole]}.")
+        notes.append(
+            f"With it, the reading changes to {_KINDS[whole]}: {shape['first']:.0%} of all influence is on it."
+            if "first" in shape
+            else f"With it, the reading changes to {_KINDS[whole]}."
+        )
     if interval := summary.get("intervals", {}).get("influence", {}).get("u_index"):
         low, high = interval
         notes.append(
@@ -122,7 +125,8 @@ def closest_prediction(summary: Summary) -> Finding | None:
     beaten = uniform is not None and distance >= uniform["wasserstein"]
     if beaten:
         text = (
-            f"No predicted profile is closer to the measured influence than a uniform curve: the nearest, `{best}`, lies "
+            f"No predicted profile is closer to the measured influence than a uniform curve: the nearest, `{best}`, "
+            f"lies "
             f"{distance:.3f} away, the uniform one {uniform['wasserstein']:.3f}."
         )
     else:
@@ -134,7 +138,8 @@ def closest_prediction(summary: Summary) -> Finding | None:
         if ties:
             text += f" {_listed([f'`{name}`' for name in ties])} cannot be told apart from it."
     sure = (
-        "Distances are Wasserstein-1 as a share of the context length: 0 is the same curve, 1 all mass at opposite ends. "
+        "Distances are Wasserstein-1 as a share of the context length: 0 is the same curve, 1 all mass at opposite "
+        "ends. "
         "The first position is included. "
     )
     if interval := summary.get("intervals", {}).get("comparison", {}).get(best):
@@ -156,7 +161,8 @@ def mixing_strength(summary: Summary) -> Finding | None:
     mean, low, high = sum(token) / len(token), min(token), max(token)
     text = (
         f"Attention makes up {mean:.0%} of what a layer passes on, averaged over {_count(len(token), 'layer')} "
-        f"(λ from {low:.2f} in layer {token.index(low)} to {high:.2f} in layer {token.index(high)}); the rest is the residual "
+        f"(λ from {low:.2f} in layer {token.index(low)} to {high:.2f} in layer {token.index(high)}); the rest is "
+        f"the residual "
         "stream."
     )
     documents = mixing.get("documents")
@@ -177,16 +183,25 @@ def first_position(summary: Summary) -> Finding | None:
     share = profile[0]
     if share < DOMINANT:
         return None
-    text = f"The first position alone holds {share:.0%} of the `residual` profile: the prediction is dominated by a sink."
+    text = (
+        f"The first position alone holds {share:.0%} of the `residual` profile: the prediction is dominated by a sink."
+    )
     influence = summary.get("influence")
     if influence:
         text += f" The measured influence gives that position {influence[0]:.1%}."
-    sure = "A rollout counts attention weight whatever the value vectors carry; compare the shapes without the first position."
+    sure = "A rollout counts attention weight whatever the value vectors carry; compare the shapes without the "
+    "first position."
     if sinks := summary.get("first_position_attention"):
         top = max(sinks)
-        sure = f"Queries of the second half put up to {top:.0%} of a layer's attention there (layer {sinks.index(top)}). " + sure
+        sure = (
+            f"Queries of the second half put up to {top:.0%} of a layer's attention there (layer {sinks.index(top)}). "
+            + sure
+        )
     return Finding(
-        text, sure, tone="caution", links=(("profiles-chart", "Profiles"), ("shapes-table", "Shapes without the first position"))
+        text,
+        sure,
+        tone="caution",
+        links=(("profiles-chart", "Profiles"), ("shapes-table", "Shapes without the first position")),
     )
 
 
@@ -198,12 +213,14 @@ def collapse_without_residual(summary: Summary) -> Finding | None:
         return None
     layers = len(summary["mixing"]["token"]) if summary.get("mixing") else 0
     text = (
-        f"Without residual connections (λ = 1) the {layers} measured attention kernels would put {profile[0]:.1%} of the influence on the "
+        f"Without residual connections (λ = 1) the {layers} measured attention kernels would put {profile[0]:.1%} "
+        f"of the influence on the "
         f"first position; with the measured λ it is {residual[0]:.1%}."
     )
     return Finding(
         text,
-        f"This holds for these kernels at {_count(len(profile), 'position')}; it is a statement about products of averaged "
+        f"This holds for these kernels at {_count(len(profile), 'position')}; it is a statement about products of "
+        f"averaged "
         "attention, not about what the model computes.",
         links=(("profiles-chart", "Profiles"),),
     )
@@ -214,22 +231,29 @@ def massive_activations(summary: Summary) -> Finding | None:
     mixing = summary.get("mixing")
     if not mixing:
         return None
-    ratios = [token / frobenius if frobenius > 0 else 1.0 for token, frobenius in zip(mixing["token"], mixing["frobenius"])]
+    ratios = [
+        token / frobenius if frobenius > 0 else 1.0
+        for token, frobenius in zip(mixing["token"], mixing["frobenius"], strict=True)
+    ]
     layers = [layer for layer, ratio in enumerate(ratios) if ratio >= MASSIVE]
     if not layers:
         return None
     worst = max(layers, key=lambda layer: ratios[layer])
     text = (
-        f"In {len(layers)} of {_count(len(ratios), 'layer')} the Frobenius mixing coefficient is at least {MASSIVE:.0f} times smaller than "
+        f"In {len(layers)} of {_count(len(ratios), 'layer')} the Frobenius mixing coefficient is at least "
+        f"{MASSIVE:.0f} times smaller than "
         f"the token-wise one (layer {worst}: {mixing['frobenius'][worst]:.4f} against {mixing['token'][worst]:.3f})."
     )
-    sure = "The Frobenius figure then describes a single position, the token-wise one the typical position; profiles here use token-wise."
+    sure = "The Frobenius figure then describes a single position, the token-wise one the typical position; "
+    "profiles here use token-wise."
     if shares := mixing.get("largest_position_share"):
         sure = (
             f"One position holds {shares[worst]:.0%} of the squared norm of the residual stream there, on average over "
             f"{mixing.get('documents', '?')} documents. " + sure
         )
-    return Finding(text, sure, tone="caution", links=(("mixing-chart", "Mixing by layer"), ("mixing-table", "Both norms")))
+    return Finding(
+        text, sure, tone="caution", links=(("mixing-chart", "Mixing by layer"), ("mixing-table", "Both norms"))
+    )
 
 
 def not_measured(summary: Summary) -> Finding | None:
@@ -253,7 +277,9 @@ def _influence_condition(summary: Summary) -> str:
 
 
 def _times(ratio: float) -> str:
-    return "unboundedly more than" if math.isinf(ratio) else f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
+    return (
+        "unboundedly more than" if math.isinf(ratio) else f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -193,9 +193,20 @@ def format_cell(value: Any, column: Column) -> str:
     return format(value, column.format).replace("-", "\u2212")
 
 
+def _marked(text: Any) -> Any:
+    """Text in which `names` between backticks are set as code; everything else of it is escaped."""
+    from markupsafe import Markup, escape
+
+    parts = str(text).split("`")
+    if len(parts) % 2 == 0:  # a backtick without its partner means itself
+        return escape(text)
+    return Markup("").join(Markup("<code>%s</code>") % part if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
+        shown = float(f"{value:.5g}")
+        return shown if math.isfinite(shown) else None
     if isinstance(value, Mapping):
         return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -249,7 +260,10 @@ def _template() -> Any:
     import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["cell"] = format_cell
+    environment.filters["marked"] = _marked
     environment.filters["trusted"] = Markup  # for our own files and for `safe_json` only
     return environment.from_string(_static("report.html"))

@@ -17,7 +17,11 @@ SHAPES = (
     ("middle", "middle half", "Share of the middle half of the positions."),
     ("mean_position", "mean position", "0 is the first position, 1 the last."),
     ("trough", "trough", "Where the curve is lowest: 0 is the first position, 1 the last."),
-    ("u_index", "U index", "Density of the thinner end over that of the middle half, minus 1. Above 0: both ends are denser."),
+    (
+        "u_index",
+        "U index",
+        "Density of the thinner end over that of the middle half, minus 1. Above 0: both ends are denser.",
+    ),
 )
 
 
@@ -39,17 +43,46 @@ def profile_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
 
 def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
     token = summary["mixing"]["token"]
-    figures = [Figure("mean mixing λ", f"{np.mean(token):.2f}", f"{min(token):.2f} to {max(token):.2f} by layer", "mixing-chart")]
+    figures = [
+        Figure(
+            "mean mixing λ", f"{np.mean(token):.2f}", f"{min(token):.2f} to {max(token):.2f} by layer", "mixing-chart"
+        )
+    ]
     shape = (summary.get("shape") or {}).get("influence")
     if shape:
         trimmed = shape.get("without_first") or shape
-        figures.append(Figure("U index, measured", f"{trimmed['u_index']:+.2f}".replace("-", "−"), "above 0: both ends denser", "shapes-table"))
-        figures.append(Figure("first eighth", f"{trimmed['primacy']:.0%}", "of measured influence; even share 12.5 %", "profiles-chart"))
-        figures.append(Figure("last eighth", f"{trimmed['recency']:.0%}", "of measured influence; even share 12.5 %", "profiles-chart"))
+        figures.append(
+            Figure(
+                "U index, measured",
+                f"{trimmed['u_index']:+.2f}".replace("-", "−"),
+                "above 0: both ends denser",
+                "shapes-table",
+            )
+        )
+        figures.append(
+            Figure(
+                "first eighth",
+                f"{trimmed['primacy']:.0%}",
+                "of measured influence; even share 12.5 %",
+                "profiles-chart",
+            )
+        )
+        figures.append(
+            Figure(
+                "last eighth", f"{trimmed['recency']:.0%}", "of measured influence; even share 12.5 %", "profiles-chart"
+            )
+        )
     comparison = {k: v for k, v in (summary.get("comparison") or {}).items() if k != "uniform"}
     if comparison:
         best = min(comparison, key=lambda name: comparison[name]["wasserstein"])
-        figures.append(Figure("nearest prediction", f"{comparison[best]['wasserstein']:.3f}", f"{best}, W1 of the length", "distances-table"))
+        figures.append(
+            Figure(
+                "nearest prediction",
+                f"{comparison[best]['wasserstein']:.3f}",
+                f"{best}, W1 of the length",
+                "distances-table",
+            )
+        )
     return tuple(figures)
 
 
@@ -63,8 +96,10 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
         "profiles",
         "Profiles: predicted and measured",
         tuple(blocks),
-        "How much each input position matters to the last one. The predicted profiles are rollouts: products of a layer's averaged attention and its "
-        "residual connection, from the last layer to the first. The measured one comes from gradients of the model itself.",
+        "How much each input position matters to the last one. The predicted profiles are rollouts: products of a "
+        "layer's averaged attention and its "
+        "residual connection, from the last layer to the first. The measured one comes from gradients of the model "
+        "itself.",
     )
 
 
@@ -85,12 +120,33 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
             label = "measured influence" if name == "influence" else name
             dash = "solid" if name in ("influence", "residual", "energy") else "dash"
             traces.append(
-                charts.line(label, y, x.tolist(), colour=colour, width=3 if name == "influence" else 1.8, dash=dash, hover="%{y:.3%}")
+                charts.line(
+                    label,
+                    y,
+                    x.tolist(),
+                    colour=colour,
+                    width=3 if name == "influence" else 1.8,
+                    dash=dash,
+                    hover="%{y:.3%}",
+                )
             )
         uniform = 1 / (length - skip)
-        traces.append(charts.line("uniform", [uniform, uniform], [skip, length - 1], colour="@muted", width=1.2, dash="dot", hover="%{y:.3%}"))
+        traces.append(
+            charts.line(
+                "uniform",
+                [uniform, uniform],
+                [skip, length - 1],
+                colour="@muted",
+                width=1.2,
+                dash="dot",
+                hover="%{y:.3%}",
+            )
+        )
         layout = charts.axes(
-            "input position", "share of influence", yaxis={"tickformat": ".2~%", "rangemode": "tozero"}, xaxis={"range": [0, length - 1]}
+            "input position",
+            "share of influence",
+            yaxis={"tickformat": ".2~%", "rangemode": "tozero"},
+            xaxis={"range": [0, length - 1]},
         )
         return {"traces": traces, "layout": layout}
 
@@ -98,7 +154,8 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
     words = "One curve for each prediction"
     if shape:
         words += (
-            f", and the measured influence: {shape['primacy']:.0%} of it on the first eighth of the positions, {shape['middle']:.0%} on the middle half, "
+            f", and the measured influence: {shape['primacy']:.0%} of it on the first eighth of the positions, "
+            f"{shape['middle']:.0%} on the middle half, "
             f"{shape['recency']:.0%} on the last eighth"
         )
     return Chart(
@@ -106,7 +163,8 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
         "Influence on the last position",
         words + ". The figures are in the tables below.",
         {"without the first": view(1), "all positions": view(0)},
-        note="Every curve sums to 1. The first position is often an attention sink; it is left out at first so that the rest can be seen.",
+        note="Every curve sums to 1. The first position is often an attention sink; it is left out at first so that "
+        "the rest can be seen.",
         controls=(Control("positions", ("without the first", "all positions"), "buttons"),),
         log_axis="y",
         log_first=True,
@@ -148,7 +206,11 @@ def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[s
 
 def _shapes(shape: Mapping[str, Mapping[str, Any]]) -> Table:
     keys = [(key, title, text) for key, title, text in SHAPES if any(key in figures for figures in shape.values())]
-    columns = (Column("curve", numeric=False), Column("positions", numeric=False), *(Column(title, help=text) for _, title, text in keys))
+    columns = (
+        Column("curve", numeric=False),
+        Column("positions", numeric=False),
+        *(Column(title, help=text) for _, title, text in keys),
+    )
     rows = []
     for name, figures in shape.items():
         label = "measured influence" if name == "influence" else name
@@ -179,18 +241,25 @@ def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
                 high = [min(v + h, 1.0) for v, h in zip(mixing[name], half, strict=True)]
                 traces.append(charts.band(layers, low, high, colour))
     traces.append(charts.line("token-wise", token, layers, colour="@c0", markers=True, hover="%{y:.3f}"))
-    traces.append(charts.line("Frobenius", frobenius, layers, colour="@c1", dash="dash", markers=True, hover="%{y:.3f}"))
-    layout = charts.axes(
-        "layer", "mixing coefficient λ", yaxis={"rangemode": "tozero"}, xaxis={"dtick": max(1, len(layers) // 12), "range": [-0.5, len(layers) - 0.5]}
+    traces.append(
+        charts.line("Frobenius", frobenius, layers, colour="@c1", dash="dash", markers=True, hover="%{y:.3f}")
     )
-    words = f"Token-wise λ from {min(token):.2f} to {max(token):.2f} over {len(token)} layers; Frobenius from {min(frobenius):.3f} to {max(frobenius):.3f}."
+    layout = charts.axes(
+        "layer",
+        "mixing coefficient λ",
+        yaxis={"rangemode": "tozero"},
+        xaxis={"dtick": max(1, len(layers) // 12), "range": [-0.5, len(layers) - 0.5]},
+    )
+    words = f"Token-wise λ from {min(token):.2f} to {max(token):.2f} over {len(token)} layers; Frobenius from "
+    f"{min(frobenius):.3f} to {max(frobenius):.3f}."
     blocks: list[Block] = [
         Chart(
             "mixing-chart",
             "Mixing by layer",
             words,
             {"": {"traces": traces, "layout": layout}},
-            note="λ near 0: the layer passes the residual stream on; near 1: attention replaces it. Bands are 95 % intervals over documents."
+            note="λ near 0: the layer passes the residual stream on; near 1: attention replaces it. Bands are 95 % "
+            "intervals over documents."
             if documents > 1
             else "λ near 0: the layer passes the residual stream on; near 1: attention replaces it.",
             log_axis="y",
@@ -202,23 +271,50 @@ def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
             Chart(
                 "mixing-positions",
                 "Mixing by position",
-                f"λ of each layer at each position, between {np.nanmin(per_position):.2f} and {np.nanmax(per_position):.2f}.",
+                f"λ of each layer at each position, between {np.nanmin(per_position):.2f} and "
+                f"{np.nanmax(per_position):.2f}.",
                 {"": view},
                 note="The mean over documents that reach the position.",
                 height=max(260, min(520, 120 + 12 * len(token))),
             )
         )
-    columns = [Column("layer", format="d"), Column("λ token-wise"), Column("λ Frobenius", format=".4f"), Column("ratio", format=".1f", help="Token-wise over Frobenius.")]
+    columns = [
+        Column("layer", format="d"),
+        Column("λ token-wise"),
+        Column("λ Frobenius", format=".4f"),
+        Column("ratio", format=".1f", help="Token-wise over Frobenius."),
+    ]
     extra = [
-        ("largest_position_share", Column("largest position", format=".1%", help="Share of the squared norm of the stream at its largest position.")),
+        (
+            "largest_position_share",
+            Column(
+                "largest position",
+                format=".1%",
+                help="Share of the squared norm of the stream at its largest position.",
+            ),
+        ),
         ("token_std", Column("std over documents", help="Standard deviation of the token-wise λ.")),
     ]
     extra = [(key, column) for key, column in extra if mixing.get(key)]
     first = summary.get("first_position_attention")
     sink = summary.get("sink_mass")
     columns += [column for _, column in extra]
-    columns += [Column("attention to the first", format=".1%", help="Mean weight that queries of the second half put on the first position.")] if first else []
-    columns += [Column("sink", format=".1%", help="Attention that goes to a learned sink, mean over heads.")] if sink and max(sink) > 0 else []
+    columns += (
+        [
+            Column(
+                "attention to the first",
+                format=".1%",
+                help="Mean weight that queries of the second half put on the first position.",
+            )
+        ]
+        if first
+        else []
+    )
+    columns += (
+        [Column("sink", format=".1%", help="Attention that goes to a learned sink, mean over heads.")]
+        if sink and max(sink) > 0
+        else []
+    )
     rows = []
     for layer in layers:
         ratio = token[layer] / frobenius[layer] if frobenius[layer] else None
@@ -228,15 +324,20 @@ def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
         rows.append(row)
     blocks.append(
         Table(
-            "mixing-table", "Both norms", tuple(columns), rows,
-            note="They part company where a single position holds most of the residual stream.", filterable=len(rows) > 24,
+            "mixing-table",
+            "Both norms",
+            tuple(columns),
+            rows,
+            note="They part company where a single position holds most of the residual stream.",
+            filterable=len(rows) > 24,
         )
     )
     return Section(
         "mixing",
         "Mixing per layer",
         tuple(blocks),
-        "How much attention adds, set against what is already in the residual stream: λ = ‖a‖ / (‖x‖ + ‖a‖), averaged over positions and documents.",
+        "How much attention adds, set against what is already in the residual stream: λ = ‖a‖ / (‖x‖ + ‖a‖), "
+        "averaged over positions and documents.",
     )
 
 
@@ -253,9 +354,11 @@ def _kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section |
             Chart(
                 "kernels-chart",
                 "Attention by target and source",
-                "A heat map of the mean attention weight of each source position in each target position, one for each layer.",
+                "A heat map of the mean attention weight of each source position in each target position, one for "
+                "each layer.",
                 views,
-                note="Mean over documents and heads. The colour is logarithmic; cells of long contexts are averages over tiles.",
+                note="Mean over documents and heads. The colour is logarithmic; cells of long contexts are averages "
+                "over tiles.",
                 controls=(Control("layer", tuple(layers)),),
                 square=True,
                 height=560,
@@ -286,8 +389,18 @@ def _kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section |
                 "first-chart",
                 "How much goes to the first position",
                 f"From {min(first):.0%} to {max(first):.0%} by layer.",
-                {"": {"traces": [charts.bars("first position", list(range(len(first))), first, colour="@c0", hover="%{y:.1%}")], "layout": {**layout, "showlegend": False}}},
-                note="Mean weight that queries in the second half of the context put on the first position. An even share would be below "
+                {
+                    "": {
+                        "traces": [
+                            charts.bars(
+                                "first position", list(range(len(first))), first, colour="@c0", hover="%{y:.1%}"
+                            )
+                        ],
+                        "layout": {**layout, "showlegend": False},
+                    }
+                },
+                note="Mean weight that queries in the second half of the context put on the first position. An even "
+                "share would be below "
                 f"{2 / len(next(iter(summary['profiles'].values()))):.1%}.",
                 height=280,
             )
@@ -295,5 +408,7 @@ def _kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section |
     if not blocks:
         return None
     if kernels is None:
-        blocks.insert(0, Notes(("The kernels themselves were too large to keep; the profiles above were made from all of them.",)))
+        blocks.insert(
+            0, Notes(("The kernels themselves were too large to keep; the profiles above were made from all of them.",))
+        )
     return Section("kernels", "Attention kernels", tuple(blocks), "Where each layer looks, averaged over the data.")

@@ -100,7 +100,14 @@
       layout.height = this.data.square ? Math.min(width, 620) : this.data.height;
       layout.width = width;
       if (this.data.log) layout[this.data.log + "axis"].type = this.log ? "log" : "linear";
-      if (this.log && this.data.log) delete layout[this.data.log + "axis"].rangemode;
+      if (this.log && this.data.log) {
+        const axis = layout[this.data.log + "axis"], logTicks = [];
+        delete axis.rangemode;
+        for (let power = -14; power <= 6; power++) [1, 2, 5].forEach((digit) => logTicks.push(Number(`${digit}e${power}`)));
+        const values = view.traces.filter((trace) => trace.meta !== "band").flatMap((trace) => trace[this.data.log]).filter((value) => value > 0);
+        const decades = Math.log10(Math.max(...values) / Math.min(...values));
+        axis.tickvals = decades > 3 ? logTicks.filter((_, index) => index % 3 === 0) : logTicks;
+      }
       view.traces.forEach((trace) => { if (trace.power) { trace.customdata = trace.z.map((row) => row.map((cell) => (cell === null ? null : 10 ** cell))); delete trace.power; } });
       if (width < 500) view.traces.forEach((trace) => { if (trace.colorbar) trace.colorbar.thickness = 10; });
       window.Plotly.react(this.plot, view.traces, layout, { displaylogo: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: width >= 500 ? "hover" : false })
@@ -189,11 +196,10 @@
     if (filter) {
       const count = $(".count", block);
       const apply = () => {
-        const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+        const wanted = filter.value.toLowerCase().trim();
         let shown = 0;
         rows.forEach((row) => {
-          const text = row.textContent.toLowerCase();
-          row.hidden = !words.every((word) => text.includes(word));
+          row.hidden = !row.textContent.toLowerCase().replace(/\s+/g, " ").includes(wanted);
           if (!row.hidden) shown += 1;
         });
         count.textContent = shown === rows.length ? `${rows.length} rows` : `${shown} of ${rows.length} rows`;

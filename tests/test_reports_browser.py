@@ -1,0 +1,198 @@
+"""The report in a real browser: every chart drawn, no error, no request, all of it usable by keyboard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posattn.reports.kit import Column, Fold, Link, Page, Section, Table, render
+from posattn.reports.profile import profile_page
+from tests.report_samples import HOSTILE, profile_arrays, profile_summary
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.slow
+
+#: where CI keeps the pictures
+SHOTS = os.environ.get("POSATTN_SCREENSHOTS")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens a page of ours; at the end there must have been no message, no error and no request."""
+    contexts, troubles = [], []
+
+    def open_page(page: Page, *, theme: str = "light", width: int = 1280) -> Any:
+        path = tmp_path / "report.html"
+        path.write_text(render(page), "utf-8")
+        context = browser.new_context(color_scheme=theme, viewport={"width": width, "height": 900})
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("console", lambda message: troubles.append(f"console: {message.text}"))
+        tab.on("pageerror", lambda error: troubles.append(f"error: {error}"))
+        tab.on(
+            "request",
+            lambda request: (
+                troubles.append(f"request: {request.url}")
+                if not request.url.startswith(("file:", "data:", "blob:"))
+                else None
+            ),
+        )
+        tab.goto(path.as_uri())
+        tab.wait_for_selector("html[data-ready]")
+        tab.wait_for_function(
+            "document.querySelectorAll('figure.chart:not([data-drawn])').length === "
+            "document.querySelectorAll('details:not([open]) figure.chart:not([data-drawn])').length"
+        )
+        return tab
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+def sample_page() -> Page:
+    return profile_page(
+        profile_summary("u", 6, 128, massive=True, sink=True, warnings=["A warning."]), profile_arrays(6, 128)
+    )
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_chart_is_drawn_and_nothing_sticks_out(opened: Any, theme: str, width: int) -> None:
+    tab = opened(sample_page(), theme=theme, width=width)
+    assert tab.evaluate("document.querySelectorAll('figure.chart').length") == 5
+    assert tab.evaluate("[...document.querySelectorAll('.plot')].every(p => p.querySelector('svg.main-svg'))")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(int(part) for part in background[4:-1].split(","))
+    assert (brightness < 200) == (theme == "dark")
+    if SHOTS:
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        tab.screenshot(path=f"{SHOTS}/profile-{theme}-{width}.png", full_page=True)
+
+
+def test_controls_change_what_is_drawn(opened: Any) -> None:
+    tab = opened(sample_page())
+    points = "document.querySelector('#profiles-chart .plot').data[0].x.length"
+    assert tab.evaluate(points) == 127  # without the first position
+    tab.click("#profiles-chart >> text=all positions")
+    tab.wait_for_function(f"{points} === 128")
+    kind = "document.querySelector('#profiles-chart .plot').layout.yaxis.type"
+    assert tab.evaluate(kind) == "log"
+    tab.click("#profiles-chart [data-log]")
+    tab.wait_for_function(f"{kind} === 'linear'")
+    corner = "document.querySelector('#kernels-chart .plot').data[0].z[5][1]"
+    before = tab.evaluate(corner)
+    tab.select_option("#kernels-chart select", "layer 3")
+    tab.wait_for_function(f"{corner} !== {before}")
+
+
+def test_tables_sort_and_filter_and_links_lead_to_what_they_name(opened: Any) -> None:
+    rows = [[f"head {i}", float((i * 7) % 10), Link("see", f"fold-{i}")] for i in range(10)]
+    table = Table(
+        "t", "Heads", (Column("name", numeric=False), Column("score"), Column("", numeric=False)), rows, filterable=True
+    )
+    folds = tuple(
+        Fold(f"fold-{i}", f"Head {i}", (Table(f"t{i}", "inner", (Column("x"),), [[1.0]]),)) for i in range(10)
+    )
+    tab = opened(Page("heads", "Heads", "", (), (Section("s", "Heads", (table, *folds)),)))
+    first = "document.querySelector('#t tbody tr').cells[0].textContent"
+    tab.click("#t th >> nth=1 >> button")
+    assert tab.evaluate(first) == "head 0"
+    tab.click("#t th >> nth=1 >> button")
+    assert tab.evaluate(first) == "head 7"
+    assert tab.get_attribute("#t thead th >> nth=1", "aria-sort") == "descending"
+    tab.fill("#t input", "head 3")
+    assert tab.evaluate("[...document.querySelectorAll('#t tbody tr')].filter(r => !r.hidden).length") == 1
+    tab.click("#t >> text=see >> visible=true")
+    tab.wait_for_function("document.querySelector('#fold-3').open")
+
+
+def test_data_can_be_copied(opened: Any) -> None:
+    tab = opened(sample_page())
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.click("#mixing-chart [data-copy]")
+    tab.wait_for_function("document.querySelector('#toast').textContent.includes('copied')")
+    text = tab.evaluate("navigator.clipboard.readText()")
+    assert "token-wise" in text
+    assert "0\t0.6" in text
+
+
+def test_the_theme_button_overrides_the_system(opened: Any) -> None:
+    tab = opened(sample_page(), theme="dark")
+    ink = "document.querySelector('#mixing-chart .plot').layout.font.color"
+    dark = tab.evaluate(ink)
+    tab.click("#theme")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "light"
+    assert tab.evaluate(ink) != dark
+
+
+def test_everything_that_can_be_used_is_reached_by_keyboard(opened: Any) -> None:
+    tab = opened(sample_page())
+    wanted = tab.evaluate(
+        "document.querySelectorAll('main button, main select, main input, main a[href], main summary').length"
+    )
+    tab.evaluate("window.seen = new Set()")
+    for _ in range(wanted + 60):
+        tab.keyboard.press("Tab")
+        tab.evaluate("document.activeElement.matches('main *') && seen.add(document.activeElement)")
+    reached = tab.evaluate("[...seen].filter(e => e.matches('button, select, input, a[href], summary')).length")
+    assert reached == wanted
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_serious_accessibility_finding(opened: Any, theme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python")
+    tab = opened(sample_page(), theme=theme)
+    # handed over through the protocol, which the page's own policy does not concern
+    tab.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+    violations = tab.evaluate(
+        "axe.run().then(r => r.violations.map(v => [v.impact, v.id, v.nodes.slice(0, 3).map(n => n.html)]))"
+    )
+    assert [v for v in violations if v[0] in ("serious", "critical")] == []
+
+
+def test_hostile_text_runs_nothing(opened: Any) -> None:
+    summary = profile_summary("u", warnings=HOSTILE)
+    for text in HOSTILE:
+        summary["profiles"][text] = summary["profiles"]["half"]
+        summary["comparison"][text] = summary["comparison"]["half"]
+        summary["shape"][text] = summary["shape"]["half"]
+    summary["provenance"]["model"] = HOSTILE[0]
+    tab = opened(profile_page(summary, profile_arrays()))
+    tab.hover("#profiles-chart .plot")
+    tab.wait_for_timeout(200)
+    assert tab.evaluate("window.__pwned === undefined")
+    assert tab.evaluate("document.querySelectorAll('.plot img, .plot script').length") == 0
+
+
+def test_paper_gets_the_light_colours_and_all_charts(opened: Any, tmp_path: Path) -> None:
+    tab = opened(sample_page(), theme="dark")
+    tab.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "light"
+    tab.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert tab.evaluate("document.documentElement.dataset.theme") is None
+    tab.pdf(path=tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").stat().st_size > 20_000
