@@ -19,7 +19,7 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 SEQUENTIAL = "viridis"
 DIVERGING = "PuOr_r"
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.color": "#E6E6E6",
     "grid.linewidth": 0.6,
