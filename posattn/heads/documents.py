@@ -14,10 +14,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from posattn.errors import DataError, InputError
+from posattn.models.base import Model
 from posattn.tokens import Tokens
 
 #: Which queries of a document: the last, all with two earlier keys, a sample of so many, or chosen indices.
 Queries = str | int | Sequence[int]
+
+
+def seen(model: Any) -> Model:
+    """`model` as a `Model`, whatever the user holds."""
+    if isinstance(model, Model):
+        return model
+    from posattn.models.loading import as_model
+
+    return as_model(model)
 
 
 def as_documents(tokens: Tokens | Tensor | Sequence[Tensor]) -> list[Int[Tensor, "n"]]:
@@ -44,17 +54,33 @@ def as_documents(tokens: Tokens | Tensor | Sequence[Tensor]) -> list[Int[Tensor,
     return rows
 
 
-def batches(documents: list[Tensor], size: int) -> Iterator[tuple[list[int], Int[Tensor, "b n"]]]:
-    """Batches of documents of equal length, with their indices."""
+def batches(
+    documents: list[Tensor], size: int, keys: Sequence[Any] | None = None
+) -> Iterator[tuple[list[int], Int[Tensor, "b n"]]]:
+    """Batches of documents of equal length (and equal `keys`, e.g. query positions), with their indices."""
     if size < 1:
         raise InputError(f"batch_size must be at least 1, not {size}")
-    lengths: dict[int, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for index, row in enumerate(documents):
-        lengths.setdefault(len(row), []).append(index)
-    for members in lengths.values():
+        groups.setdefault((len(row), None if keys is None else tuple(keys[index])), []).append(index)
+    for members in groups.values():
         for start in range(0, len(members), size):
             chosen = members[start : start + size]
             yield chosen, torch.stack([documents[i] for i in chosen])
+
+
+def fresh(model: Model, length: int) -> None:
+    """Let a model whose rotary table remembers the longest input it has seen forget it, before documents of `length`.
+
+    transformers' dynamic scaling keeps the frequencies of a longer input until a short one comes by, so that its
+    output depends on what ran before; one token resets it. Nothing runs for models without such a table.
+    """
+    for layer in range(model.n_layers):
+        short, long = (model.scheme(layer, n).rotary for n in (1, length))
+        if short is not None and long is not None and not torch.equal(short.frequencies, long.frequencies):
+            with torch.no_grad():
+                model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+            return
 
 
 def choose_queries(queries: Queries, length: int, seed: int = 0) -> list[int]:
@@ -87,7 +113,9 @@ def choose_queries(queries: Queries, length: int, seed: int = 0) -> list[int]:
         raise InputError("an empty list of queries")
     for i in chosen:
         if not 2 <= i < length:
-            raise InputError(f"query {i} of a document of {length} tokens: it needs two earlier keys (2 to {length - 1})")
+            raise InputError(
+                f"query {i} of a document of {length} tokens: it needs two earlier keys (2 to {length - 1})"
+            )
     return chosen
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from posattn.errors import DataError
-from posattn.heads.documents import as_documents, batches
+from posattn.heads.documents import as_documents, batches, fresh, seen
 from posattn.models.base import Batch, Model
 from posattn.results import Provenance, Result, provenance
 
@@ -55,7 +55,13 @@ class HeadEvidence(Result):
 
         return pd.DataFrame(
             [
-                {"evidence": name, "layer": t, "head": h, "value": float(x[t, h]), "chance": float(self.chance[name][t, h])}
+                {
+                    "evidence": name,
+                    "layer": t,
+                    "head": h,
+                    "value": float(x[t, h]),
+                    "chance": float(self.chance[name][t, h]),
+                }
                 for name, x in self.measured.items()
                 for t in range(x.shape[0])
                 for h in range(x.shape[1])
@@ -112,9 +118,7 @@ class EvidenceCounter:
         self._count("duplicate_repeat", layer, pattern, ((i - j == period) & second & seen).expand(shape), seen)
         self._count("induction_repeat", layer, pattern, ((i - j == period - 1) & second & seen).expand(shape), seen)
 
-    def _count(
-        self, name: str, layer: int, pattern: Tensor, where: Tensor, seen: Tensor, every: bool = False
-    ) -> None:
+    def _count(self, name: str, layer: int, pattern: Tensor, where: Tensor, seen: Tensor, every: bool = False) -> None:
         queries = torch.ones_like(where[..., 0]) if every else where.any(-1)  # [B,N]
         queries = queries & (torch.arange(queries.shape[-1], device=queries.device) >= 2)
         weights = where.to(pattern.dtype) * queries.unsqueeze(-1).to(pattern.dtype)
@@ -164,6 +168,7 @@ def add_repeated_text(
 ) -> None:
     """Run repeated random tokens through the model and count them."""
     text = repeated_random(model, period, samples, seed, bos)
+    fresh(model, text.shape[-1])
     period = text.shape[-1] // 2
     windows = [model.scheme(layer, text.shape[-1]).window for layer in range(model.n_layers)]
 
@@ -175,12 +180,14 @@ def add_repeated_text(
 
 
 def measure_evidence(
-    model: Model, tokens: Any, *, batch_size: int = 8, period: int = 64, repeats: int = 4, seed: int = 0
+    model: Any, tokens: Any, *, batch_size: int = 8, period: int = 64, repeats: int = 4, seed: int = 0
 ) -> HeadEvidence:
-    """Every figure of the module docstring, on `tokens` and on `repeats` sequences of repeated random text (0: none)."""
+    """Every figure of the module docstring, on `tokens` and on `repeats` rows of repeated random text (0: none)."""
+    model = seen(model)
     documents = as_documents(tokens)
     counter = EvidenceCounter(model.n_layers, model.layers[0].n_heads)
     for _, batch_tokens in batches(documents, batch_size):
+        fresh(model, batch_tokens.shape[-1])
         windows = [model.scheme(layer, batch_tokens.shape[-1]).window for layer in range(model.n_layers)]
 
         def observer(layer: int, points: Any, batch: Batch, tokens=batch_tokens, windows=windows) -> None:
