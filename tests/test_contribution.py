@@ -54,7 +54,7 @@ def values_of(name: str, attention: Any, seen: dict[str, Tensor], heads: int) ->
 
 
 def brute_force(name: str, model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """The three kernels and the MLP gain, averaged over documents, from vectors c_ij [N,N,D] built explicitly."""
+    """The three kernels, averaged over documents, from vectors c_ij [N,N,D] built explicitly."""
     path, attention_name, output_name, norm_name = PLACES[name]
     blocks = model.get_submodule(path)
     multiplier = getattr(model.config, "residual_multiplier", 1.0)
@@ -72,7 +72,8 @@ def brute_force(name: str, model: Any, tokens: Tensor) -> dict[str, Tensor]:
             handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
             attention = getattr(block, attention_name)
             for child_name, child in attention.named_children():
-                if isinstance(child, torch.nn.Module) and hasattr(child, "weight"):
+                if hasattr(child, "weight") or child_name == "hook_pattern":
+                    child_name = {"v": "v_proj", "o": "o_proj"}.get(child_name, child_name)
 
                     def after(module, args, output, record=record, child_name=child_name):
                         record[child_name] = output[0]
@@ -83,7 +84,7 @@ def brute_force(name: str, model: Any, tokens: Tensor) -> dict[str, Tensor]:
             handle.remove()
         for t, block in enumerate(blocks):
             record, attention = records[t], getattr(block, attention_name)
-            pattern = out.attentions[t][0]  # [H,N,N]
+            pattern = record["hook_pattern"] if "hook_pattern" in record else out.attentions[t][0]  # [H,N,N]
             v = values_of(name, attention, record, heads)
             v = v.repeat_interleave(heads // v.shape[1], 1)
             projection = getattr(attention, output_name)
@@ -129,7 +130,9 @@ def bridged(name: str) -> tuple[Any, Any]:
 def test_kernels_equal_explicit_vectors(name: str) -> None:
     plain, model = bridged(name)
     tokens = families.tokens(2, 9)
-    expected = brute_force(name, plain, tokens)
+    # GPT-OSS: the bridge's rotation rounds to float32 at another place than transformers', which moves the weights by
+    # 1e-7; so its activations are read from the modules inside the bridge
+    expected = brute_force(name, plain if name != "gpt_oss" else model.module.original_model, tokens)
     probe = ContributionProbe()
     with Session(model, (probe,)):
         model(tokens)

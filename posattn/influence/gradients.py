@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from posattn.errors import InputError, NothingMeasuredError
+from posattn.influence.perturbation import perturbation
 from posattn.models.base import Model
 from posattn.probes.measure import describe_model
 from posattn.probes.session import as_a_model
@@ -152,6 +153,7 @@ METHODS: dict[str, Method] = {
     "gradient_norm": gradient_norm,
     "input_x_gradient": input_x_gradient,
     "integrated_gradients": integrated_gradients,
+    "perturbation": perturbation,
 }
 
 
