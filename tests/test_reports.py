@@ -59,10 +59,12 @@ def test_a_sink_that_makes_or_hides_a_shape_is_said() -> None:
 
 def test_an_interval_that_includes_zero_is_not_settled() -> None:
     text = text_of(findings.influence_shape(profile_summary("u", intervals={"influence": {"u_index": [-0.2, 0.9]}})))
-    assert "-0.20 to 0.90" in text
-    assert "not settled" in text
+    assert "−0.20 to 0.90" in text
+    assert "do not settle it" in text
+    assert "is U-shaped" not in text
     text = text_of(findings.influence_shape(profile_summary("u", intervals={"influence": {"u_index": [0.3, 0.9]}})))
-    assert "not settled" not in text
+    assert "do not settle it" not in text
+    assert "is U-shaped" in text
 
 
 def test_the_nearest_prediction_is_named_with_its_distance() -> None:
@@ -79,6 +81,29 @@ def test_the_nearest_prediction_is_named_with_its_distance() -> None:
     assert finding.tone == "plain"
     summary["comparison"]["half"]["wasserstein"] = 0.051
     assert "`half` cannot be told apart" in text_of(findings.closest_prediction(summary))
+
+
+def test_intervals_decide_what_can_be_told_apart() -> None:
+    summary = profile_summary("u")
+    summary["comparison"] = {
+        name: {"wasserstein": distance, "spearman": 0.5, "total_variation": 0.1}
+        for name, distance in (("residual", 0.05), ("half", 0.12), ("uniform", 0.15))
+    }
+    clear = {
+        "comparison": {"residual": [0.04, 0.06], "half": [0.1, 0.14]},
+        "over_uniform": {"residual": [-0.12, -0.08], "half": [-0.05, 0.01]},
+        "over_nearest": {"half": [0.05, 0.09]},
+    }
+    text = text_of(findings.closest_prediction({**summary, "intervals": clear}))
+    assert "told apart" not in text
+    assert "0.040 to 0.060" in text
+    unclear = {**clear, "over_nearest": {"half": [-0.01, 0.09]}}
+    assert "`half` cannot be told apart" in text_of(findings.closest_prediction({**summary, "intervals": unclear}))
+    unclear = {**clear, "over_uniform": {"residual": [-0.12, 0.02]}}
+    finding = findings.closest_prediction({**summary, "intervals": unclear})
+    assert "do not tell the two apart" in text_of(finding)
+    assert finding is not None
+    assert finding.tone == "caution"
 
 
 def test_a_prediction_no_better_than_a_uniform_curve_is_not_praised() -> None:
@@ -107,6 +132,7 @@ def test_mixing_names_mean_range_and_interval() -> None:
     text = text_of(findings.mixing_strength(profile_summary("u")))
     assert "45%" in text
     assert "0.30 in layer 3" in text
+    assert "λ = 0.45 over 4 layers" in text
     assert "16 documents" in text
     assert f"±{1.96 * 0.02 / 4:.3f}" in text
 

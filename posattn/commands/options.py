@@ -21,8 +21,7 @@ Data = Annotated[
     ),
 ]
 Field = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--field", metavar="NAME", help="Which field of a .jsonl file or data set holds the text."),
+    str, typer.Option("--field", metavar="NAME", help="Which field of a .jsonl file or data set holds the text.")
 ]
 Length = Annotated[int, typer.Option("--length", min=2, help="Tokens in each document.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="How many documents to measure.")]

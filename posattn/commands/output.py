@@ -9,8 +9,9 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from posattn.errors import InputError, PosattnWarning
 
@@ -102,3 +103,12 @@ def say(message: str, quiet: bool = False) -> None:
     """One line of progress on stderr."""
     if not quiet:
         print(message, file=sys.stderr, flush=True)
+
+
+def tell(out: Path, summary: Mapping[str, Any]) -> None:
+    """The end of a command: its first findings, and where the report is."""
+    from posattn.reports.write import REPORT, findings_of
+
+    for finding in findings_of(summary)[:3]:
+        print(f"- {finding.text}".replace("`", ""))
+    print(f"report: {out / REPORT}")

@@ -1,13 +1,141 @@
-"""`posattn profile`: where in the context does this model look?"""
+"""`posattn profile`: where in the context does this model look, as its layers predict and as its gradients say?"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Optional
 
 import typer
 
+from posattn.commands import options, output
+
 
 def profile(
-    model: Annotated[str, typer.Argument()],
+    model: options.Model,
+    text: options.Data = "bundled:python-docs",
+    field: options.Field = "text",
+    length: options.Length = 256,
+    samples: options.Samples = 64,
+    batch_size: options.BatchSize = 8,
+    bos: options.Bos = None,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Keep the kernels of single heads.")] = False,
+    method: Annotated[
+        str, typer.Option("--method", help="gradient_norm, input_x_gradient or integrated_gradients.")
+    ] = "gradient_norm",
+    target: Annotated[
+        str, typer.Option("--target", help="argmax_probability, argmax_log_probability, or a token id.")
+    ] = "argmax_probability",
+    no_influence: Annotated[bool, typer.Option("--no-influence", help="Predict only: no gradients.")] = False,
+    checkpoint: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--checkpoint", metavar="FILE", help="Keep the state of a long measurement in this file."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint, if there is one.")] = False,
+    out: options.Out = Path("posattn-out/profile"),
+    overwrite: options.Overwrite = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure a model's position bias, and set what its layers predict beside what its gradients say."""
+    output.check_target(out, overwrite)
+    output.quiet_libraries()
+    with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
+        from posattn.models.loading import load_model
+        from posattn.tokens import load_tokens
+
+        output.say(f"loading {model}", quiet)
+        loaded = load_model(model, device=device, dtype=dtype)
+        tokens = load_tokens(
+            text,
+            loaded,
+            length=length,
+            samples=samples,
+            batch_size=batch_size,
+            bos=bos,
+            seed=seed,
+            field=field,
+        )
+        summary = measure_profile(
+            loaded,
+            tokens,
+            folder,
+            warnings=warnings,
+            per_head=per_head,
+            method=None if no_influence else method,
+            target=int(target) if target.isdigit() else target,
+            checkpoint=checkpoint,
+            resume=resume,
+            quiet=quiet,
+        )
+    output.tell(out, summary)
+
+
+def measure_profile(
+    model: Any,
+    tokens: Any,
+    folder: Path,
+    *,
+    warnings: list[str],
+    per_head: bool = False,
+    method: str | None = "gradient_norm",
+    target: str | int = "argmax_probability",
+    checkpoint: Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Measure, predict, compare, and write it all into `folder`; returns the summary."""
+    from posattn.influence.distances import compare_profiles, describe_profile
+    from posattn.influence.gradients import influence
+    from posattn.influence.intervals import influence_intervals
+    from posattn.probes.contribution import ContributionProbe
+    from posattn.probes.measure import measure
+    from posattn.reports.summaries import profile_arrays, profile_summary, profile_tables
+    from posattn.reports.write import plain, write_folder
+
+    probe = ContributionProbe(kinds=("energy",))
+    output.say(f"measuring {tokens.documents} documents of {tokens.length} tokens", quiet)
+    measurement = measure(
+        model, tokens, per_head=per_head, checkpoint=checkpoint, resume=resume, progress=not quiet, probes=[probe]
+    )
+    profiles = predicted_profiles(measurement, probe.result(model))
+
+    measured = comparison = intervals = None
+    if method is not None:
+        output.say("measuring the influence by gradients", quiet)
+        measured = influence(model, tokens, method=method, target=target)
+        against = {**profiles, "uniform": torch_like(measured.profile)}
+        comparison = {name: compare_profiles(curve, measured.profile).to_dict() for name, curve in against.items()}
+        if tokens.documents > 1:
+            intervals = influence_intervals(measured, profiles)
+    curves = {**({} if measured is None else {"influence": measured.profile}), **profiles}
+    shapes = {name: describe_profile(curve).to_dict() for name, curve in curves.items()}
+
+    summary = plain(profile_summary(measurement, profiles, measured, comparison, shapes, intervals, warnings=warnings))
+    output.say("drawing", quiet)
+    write_folder(folder, summary, profile_arrays(measurement, measured), profile_tables(summary, measurement))
+    return summary
+
+
+def torch_like(profile: Any) -> Any:
+    """A uniform profile of the same length."""
+    return profile.new_full(profile.shape, 1 / len(profile))
+
+
+def predicted_profiles(measurement: Any, contributions: Any) -> Mapping[str, Any]:
+    """The rollouts [N] of a measurement, by the name of the variant."""
+    import torch
+
+    from posattn.rollout.dense import rollout
+    from posattn.rollout.energy import energy_rollout
+
+    kernels = measurement.kernels.mean(1) if measurement.per_head else measurement.kernels
+    kernels, token = kernels.double(), measurement.mixing.token.double()
+    return {
+        "residual": rollout(token, kernels).last,
+        "attention_only": rollout(torch.ones_like(token), kernels).last,
+        "half": rollout(torch.full_like(token, 0.5), kernels).last,
+        "energy": energy_rollout(contributions.energy).last,
+    }

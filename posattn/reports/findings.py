@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from posattn.reports.kit import Finding
 
@@ -66,33 +66,34 @@ def influence_shape(summary: Summary) -> Finding | None:
     trimmed = shape.get("without_first") or shape
     first, last = _densities(trimmed)
     kind = _kind(first, last)
+    interval = summary.get("intervals", {}).get("influence", {}).get("u_index")
+    unsettled = kind == "u" and interval is not None and interval[0] is not None and interval[0] <= 0
     start, end = f"{_times(first)} the influence of a position in the middle half", _times(last)
+    ends = f"a position in the first eighth of the context has {start}, one in the last eighth {end}."
     text = {
-        "u": f"Influence on the last position is U-shaped: a position in the first eighth of the context has {start}, "
-        f"one in the last eighth {end}.",
-        "recency": f"Influence on the last position leans to the recent end: a position in the last eighth of the "
-        f"context has {_times(last)} the influence of a position in the middle half, one in the first eighth "
-        f"{_times(first)}. That is no U shape.",
-        "primacy": f"Influence on the last position leans to the beginning: a position in the first eighth of the "
-        f"context has {start}, one in the last eighth {end}. That is no U shape.",
-        "flat": f"Influence on the last position shows no U shape and favours neither end: a position in the first "
-        f"eighth has {start}, one in the last eighth {end}.",
+        "u": f"Influence on the last position is U-shaped: {ends}",
+        "recency": f"Influence on the last position leans to the recent end: {ends} That is no U shape.",
+        "primacy": f"Influence on the last position leans to the beginning: {ends} That is no U shape.",
+        "flat": f"Influence on the last position shows no U shape and favours neither end: {ends}",
     }[kind]
+    if unsettled:
+        text = f"Influence on the last position looks U-shaped, but these documents do not settle it: {ends}"
     notes = ["The first position, often a sink, is left out."] if trimmed is not shape else []
     if trimmed is not shape and (whole := _kind(*_densities(shape))) != kind:
+        notes.append(f"With it, the reading changes to {_KINDS[whole]}.")
+    if interval and None not in (interval[0], interval[1], trimmed["u_index"]):
         notes.append(
-            f"With it, the reading changes to {_KINDS[whole]}: {shape['first']:.0%} of all influence is on it."
-            if "first" in shape
-            else f"With it, the reading changes to {_KINDS[whole]}."
-        )
-    if interval := summary.get("intervals", {}).get("influence", {}).get("u_index"):
-        low, high = interval
-        notes.append(
-            f"U index {trimmed['u_index']:.2f}, 95 % bootstrap interval {low:.2f} to {high:.2f} over documents."
-            + (" The interval includes 0, so the sign is not settled." if low <= 0 <= high else "")
+            f"U index {_signed(trimmed['u_index'])}, 95 % bootstrap interval {_signed(interval[0])} to "
+            f"{_signed(interval[1])} over documents"
+            + (", which includes 0." if interval[0] <= 0 <= interval[1] else ".")
         )
     notes.append(_influence_condition(summary))
-    return Finding(text, " ".join(notes), links=(("profiles-chart", "Measured profile"), ("shapes-table", "Shapes")))
+    return Finding(
+        text,
+        " ".join(notes),
+        tone="caution" if unsettled else "plain",
+        links=(("profiles-chart", "Measured profile"), ("shapes-table", "Shapes")),
+    )
 
 
 _KINDS = {"u": "a U shape", "recency": "a recency bias", "primacy": "a primacy bias", "flat": "no bias to either end"}
@@ -119,35 +120,48 @@ def closest_prediction(summary: Summary) -> Finding | None:
     uniform = comparison.pop("uniform", None)
     if not comparison:
         return None
+    intervals = summary.get("intervals") or {}
     ranked = sorted(comparison, key=lambda name: comparison[name]["wasserstein"])
     best, distance = ranked[0], comparison[ranked[0]]["wasserstein"]
-    ties = [name for name in ranked[1:] if comparison[name]["wasserstein"] - distance <= TIE * max(distance, 1e-12)]
-    beaten = uniform is not None and distance >= uniform["wasserstein"]
-    if beaten:
+    margins = intervals.get("over_nearest")
+    ties = [
+        name
+        for name in ranked[1:]
+        if (margins[name][0] <= 0 if margins else comparison[name]["wasserstein"] - distance <= TIE * distance)
+    ]
+    tone: Literal["plain", "caution"] = "plain"
+    text = (
+        f"Of {len(ranked)} predicted profiles, `{best}` ({VARIANTS.get(best, best)}) comes closest to the measured "
+        f"influence: {distance:.3f} away"
+    )
+    if uniform is None:
+        text += "."
+    elif distance >= (flat := uniform["wasserstein"]):
+        tone = "caution"
         text = (
-            f"No predicted profile is closer to the measured influence than a uniform curve: the nearest, `{best}`, "
-            f"lies "
-            f"{distance:.3f} away, the uniform one {uniform['wasserstein']:.3f}."
+            "No predicted profile is closer to the measured influence than a uniform curve: the nearest, "
+            f"`{best}`, lies {distance:.3f} away, the uniform one {flat:.3f}."
+        )
+    elif (gain := intervals.get("over_uniform", {}).get(best)) and gain[1] >= 0:
+        tone = "caution"
+        text += (
+            f". A uniform curve is {flat:.3f} away, and these documents do not tell the two apart "
+            f"(difference {_signed(gain[0], 3)} to {_signed(gain[1], 3)})."
         )
     else:
-        text = (
-            f"Of {len(ranked)} predicted profiles, `{best}` ({VARIANTS.get(best, best)}) comes closest to the measured "
-            f"influence: {distance:.3f} away"
-        )
-        text += f", where a uniform curve is {uniform['wasserstein']:.3f} away." if uniform is not None else "."
-        if ties:
-            text += f" {_listed([f'`{name}`' for name in ties])} cannot be told apart from it."
+        text += f", where a uniform curve is {flat:.3f} away."
+    if ties and tone == "plain":
+        text += f" {_listed([f'`{name}`' for name in ties])} cannot be told apart from it."
     sure = (
         "Distances are Wasserstein-1 as a share of the context length: 0 is the same curve, 1 all mass at opposite "
-        "ends. "
-        "The first position is included. "
+        "ends. The first position is included. "
     )
-    if interval := summary.get("intervals", {}).get("comparison", {}).get(best):
-        sure += f"95 % bootstrap interval of the nearest {interval[0]:.3f} to {interval[1]:.3f} over documents. "
+    if interval := intervals.get("comparison", {}).get(best):
+        sure += f"95 % bootstrap interval of the nearest: {interval[0]:.3f} to {interval[1]:.3f}, over documents. "
     return Finding(
         text,
         sure + _influence_condition(summary),
-        tone="caution" if beaten else "plain",
+        tone=tone,
         links=(("distances-table", "Distances"), ("profiles-chart", "Profiles")),
     )
 
@@ -160,10 +174,10 @@ def mixing_strength(summary: Summary) -> Finding | None:
     token = mixing["token"]
     mean, low, high = sum(token) / len(token), min(token), max(token)
     text = (
-        f"Attention makes up {mean:.0%} of what a layer passes on, averaged over {_count(len(token), 'layer')} "
-        f"(λ from {low:.2f} in layer {token.index(low)} to {high:.2f} in layer {token.index(high)}); the rest is "
-        f"the residual "
-        "stream."
+        f"Mixing averages λ = {mean:.2f} over {_count(len(token), 'layer')}: what attention adds is {mean:.0%} of the "
+        f"size of update and residual stream together (from {low:.2f} in layer {token.index(low)} to {high:.2f} in "
+        f"layer "
+        f"{token.index(high)})."
     )
     documents = mixing.get("documents")
     notes = ["Token-wise norms."]
@@ -282,9 +296,18 @@ def _times(ratio: float) -> str:
     )
 
 
+def _signed(value: float, digits: int = 2) -> str:
+    """A number with a true minus sign."""
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+#: command -> its findings
+FINDINGS: dict[str, Callable[[Summary], tuple[Finding, ...]]] = {"profile": profile_findings}

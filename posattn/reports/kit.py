@@ -200,7 +200,8 @@ def _marked(text: Any) -> Any:
     parts = str(text).split("`")
     if len(parts) % 2 == 0:  # a backtick without its partner means itself
         return escape(text)
-    return Markup("").join(Markup("<code>%s</code>") % part if i % 2 else escape(part) for i, part in enumerate(parts))
+    marked = (Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+    return Markup("").join(marked)
 
 
 def _rounded(value: Any) -> Any:
@@ -252,7 +253,7 @@ def _hash(script: str) -> str:
 @functools.cache
 def _static(name: str) -> str:
     # newlines as the browser sees them, or the policy's hashes would not match
-    return resources.files("posattn.reports").joinpath("static", name).read_text("utf-8").replace("\r\n", "\n")
+    return resources.files("posattn.reports").joinpath("static").joinpath(name).read_text("utf-8").replace("\r\n", "\n")
 
 
 @functools.cache

@@ -20,13 +20,13 @@ SHAPES = (
     (
         "u_index",
         "U index",
-        "Density of the thinner end over that of the middle half, minus 1. Above 0: both ends are denser.",
+        "Density of the thinner end over the middle half's, minus 1. Above 0: both ends are denser.",
     ),
 )
 
 
 def profile_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
-    """The whole page; `arrays` holds `kernels` [T,N,N] (or [T,H,N,N]) and `mixing_per_position` [T,N] where they were kept."""
+    """The whole page; `arrays` holds `kernels` [T,N,N] or [T,H,N,N] and `mixing_per_position` [T,N], where kept."""
     provenance = summary["provenance"]
     sections = [_profiles(summary), _mixing(summary, arrays), _kernels(summary, arrays)]
     sections += [common.warnings_section(summary), common.provenance_section(summary)]
@@ -54,7 +54,7 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
         figures.append(
             Figure(
                 "U index, measured",
-                f"{trimmed['u_index']:+.2f}".replace("-", "−"),
+                "–" if trimmed["u_index"] is None else f"{trimmed['u_index']:+.2f}".replace("-", "−"),
                 "above 0: both ends denser",
                 "shapes-table",
             )

@@ -1,0 +1,89 @@
+"""How sure a measured influence is: percentile bootstrap over documents.
+
+Documents are drawn with replacement and the profile is made again from their magnitudes; whatever is read off the
+profile is read off each of those, and the middle 95 % are the interval (Efron and Tibshirani 1993, chapter 13).
+Predicted profiles are taken as given, so the interval of a distance covers the documents of the measured influence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from posattn.errors import InputError
+from posattn.influence.gradients import Influence
+
+LEVEL = 0.95
+
+
+def resampled_profiles(
+    measured: Influence, draws: int = 400, seed: int = 0, normalize: str | None = None
+) -> Float[Tensor, "draws n"]:
+    """Profiles [draws, N] from documents drawn with replacement.
+
+    Raises:
+        InputError: a single document, of which nothing can be resampled.
+    """
+    magnitudes = measured.per_document.double()
+    documents = magnitudes.shape[0]
+    if documents < 2:
+        raise InputError("an interval over documents needs at least two documents")
+    real = magnitudes.isfinite()
+    values = magnitudes.where(real, 0.0)
+    if (normalize or measured.normalize) == "per_document":
+        values = values / values.sum(-1, keepdim=True)
+    picks = torch.randint(documents, (draws, documents), generator=torch.Generator().manual_seed(seed))
+    weights = torch.zeros(draws, documents, dtype=torch.float64).scatter_add_(
+        1, picks, torch.ones_like(picks, dtype=torch.float64)
+    )
+    mean = (weights @ values) / (weights @ real.double()).clamp(min=1)
+    return mean / mean.sum(-1, keepdim=True)
+
+
+def influence_intervals(
+    measured: Influence,
+    predicted: Mapping[str, Float[Tensor, " n"]] | None = None,
+    draws: int = 400,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """95 % intervals as JSON values, each [low, high].
+
+    `profile` [2][N]; `influence.u_index`, without the first position; and for each predicted profile its Wasserstein-1
+    distance to the measured one (`comparison`), that distance less the uniform curve's (`over_uniform`) and less the
+    nearest prediction's (`over_nearest`), paired draw by draw.
+    """
+    from posattn.influence.distances import describe_profile
+
+    profiles = resampled_profiles(measured, draws, seed)
+    tail = (1 - LEVEL) / 2
+    edges = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+    shapes = [describe_profile(profile) for profile in profiles]
+    u_index = torch.tensor([(shape.without_first or shape).u_index for shape in shapes], dtype=torch.float64)
+    found: dict[str, Any] = {
+        "level": LEVEL,
+        "documents": int(measured.per_document.shape[0]),
+        "profile": profiles.quantile(edges, 0).tolist(),
+        "influence": {"u_index": u_index.quantile(edges).tolist()},
+    }
+    if predicted:
+        distances = {name: _wasserstein(profiles, curve) for name, curve in predicted.items()}
+        found["comparison"] = {name: draws_of.quantile(edges).tolist() for name, draws_of in distances.items()}
+        uniform = _wasserstein(profiles, torch.ones(profiles.shape[-1]))
+        # the same draws on both sides: what the documents share cancels
+        found["over_uniform"] = {name: (d - uniform).quantile(edges).tolist() for name, d in distances.items()}
+        nearest = {name: float(_wasserstein(measured.profile[None], curve)) for name, curve in predicted.items()}
+        best = min(nearest, key=nearest.__getitem__)
+        found["over_nearest"] = {
+            name: (d - distances[best]).quantile(edges).tolist() for name, d in distances.items() if name != best
+        }
+    return found
+
+
+def _wasserstein(profiles: Float[Tensor, "draws n"], curve: Float[Tensor, " n"]) -> Float[Tensor, " draws"]:
+    """W1 of each profile to one curve: on a common grid it is the area between the cumulative curves."""
+    target = (curve.double() / curve.double().sum()).cumsum(-1)
+    return (profiles.double().cumsum(-1) - target).abs()[:, :-1].sum(-1) / max(len(curve) - 1, 1)

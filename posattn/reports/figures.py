@@ -1,0 +1,114 @@
+"""Figures for papers, drawn by matplotlib from a summary and its arrays: `figures/NAME.png` and `.pdf`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posattn.errors import InputError
+
+Draw = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Any]
+
+
+def draw_profiles(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
+    """Predicted profiles and the measured influence, without the first position, on a logarithmic axis."""
+    from posattn import plotting
+
+    curves = dict(summary["profiles"])
+    if summary.get("influence"):
+        curves = {"measured influence": summary["influence"], **curves}
+    for name, curve in curves.items():
+        rest = np.asarray(curve, float)[1:]
+        style = {"color": "black", "linestyle": "-", "linewidth": 2.4} if name == "measured influence" else {}
+        plotting.curve(
+            ax, rest / (rest.sum() or 1.0), np.arange(1, len(rest) + 1), label=name.replace("_", " "), **style
+        )
+    ax.set_yscale("log")
+    plotting.finish(ax, x="input position", y="share of influence on the last position")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+    return ax
+
+
+def draw_mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
+    """λ of each layer, both norms, with 95 % intervals over documents."""
+    from posattn import plotting
+
+    mixing = summary["mixing"]
+    documents = mixing.get("documents") or 0
+    for name, label in (("token", "token-wise"), ("frobenius", "Frobenius")):
+        spread = mixing.get(f"{name}_std")
+        half = 1.96 * np.asarray(spread) / documents**0.5 if spread and documents > 1 else None
+        plotting.curve(ax, mixing[name], label=label, spread=half, marker="o")
+    return plotting.finish(ax, x="layer", y="mixing coefficient λ", legend=True)
+
+
+def draw_kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
+    """The attention kernel averaged over layers (and heads), log10 of the weight."""
+    from posattn import plotting
+
+    kernels = np.asarray(arrays["kernels"], float)
+    mean = kernels.mean(tuple(range(kernels.ndim - 2)))
+    shown = np.where(np.tri(len(mean), dtype=bool), np.log10(np.maximum(mean, 1e-6)), np.nan)
+    return plotting.heatmap(
+        ax,
+        shown,
+        x="source position",
+        y="target position",
+        value="log10 of the mean weight",
+        limits=(-4, 0),
+        aspect="equal",
+    )
+
+
+#: command -> name of the figure -> (how to draw it, which array it needs)
+FIGURES: dict[str, dict[str, tuple[Draw, str | None]]] = {
+    "profile": {
+        "profiles": (draw_profiles, None),
+        "mixing": (draw_mixing, None),
+        "kernels": (draw_kernels, "kernels"),
+    },
+}
+
+
+def names(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
+    """The figures that these results can give."""
+    known = FIGURES.get(summary["command"], {})
+    return [name for name, (_, needs) in known.items() if needs is None or needs in arrays]
+
+
+def write_figure(name: str, summary: Mapping[str, Any], arrays: Mapping[str, Any], *paths: Path) -> None:
+    """Draw one figure and write it to every path, in the format of its suffix.
+
+    Raises:
+        InputError: no figure of that name, or a format that matplotlib does not write.
+    """
+    if name not in (known := names(summary, arrays)):
+        raise InputError(f"there is no figure {name!r} in these results; there are: {', '.join(known) or 'none'}")
+    from matplotlib.figure import Figure
+
+    from posattn import plotting
+
+    with plotting.style():
+        # no pyplot: nothing global is touched, and no window system is asked for
+        figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+        FIGURES[summary["command"]][name][0](summary, arrays, figure.subplots())
+        for path in paths:
+            try:
+                figure.savefig(path)
+            except ValueError as error:
+                raise InputError(f"cannot write {path}: {error}") from error
+
+
+def write_figures(folder: Path, summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """All figures of the results into `folder/figures`, as PNG and PDF."""
+    from posattn.reports.write import as_numpy
+
+    arrays = as_numpy(arrays)
+    known = names(summary, arrays)
+    if known:
+        (folder / "figures").mkdir()
+    for name in known:
+        write_figure(name, summary, arrays, folder / "figures" / f"{name}.png", folder / "figures" / f"{name}.pdf")

@@ -1,0 +1,13 @@
+"""Which page belongs to which command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from posattn.reports.kit import Page
+from posattn.reports.profile import profile_page
+
+PAGES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Page]] = {
+    "profile": profile_page,
+}

@@ -1,0 +1,109 @@
+"""Summaries: result objects as the plain numbers of summary.json, with the tables that go beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posattn.results import SCHEMA
+
+#: kernels above this many numbers are not kept in arrays.safetensors
+MOST_NUMBERS = 64 * 1024 * 1024
+
+
+def profile_summary(
+    measurement: Any,
+    profiles: Mapping[str, Tensor],
+    influence: Any = None,
+    comparison: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, Any] | None = None,
+    intervals: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
+    **more: Any,
+) -> dict[str, Any]:
+    """What `posattn profile` found. `profiles` [N] by variant, `comparison` and `shapes` as dictionaries by curve."""
+    mixing = measurement.mixing
+    sink = measurement.sink_mass
+    summary: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": "profile",
+        "provenance": measurement.provenance,
+        "mixing": {
+            "token": mixing.token,
+            "frobenius": mixing.frobenius,
+            "token_std": mixing.token_std,
+            "frobenius_std": mixing.frobenius_std,
+            "largest_position_share": mixing.largest_position_share,
+            "documents": mixing.documents,
+        },
+        "profiles": dict(profiles),
+        "influence": None if influence is None else influence.profile,
+        "comparison": dict(comparison or {}),
+        "shape": dict(shapes or {}),
+        "first_position_attention": first_position_attention(measurement.kernels),
+        "sink_mass": sink.mean(-1) if sink.dim() > 1 else sink,
+        "warnings": [*measurement.warnings, *(w for w in warnings if w not in measurement.warnings)],
+        **more,
+    }
+    if influence is not None:
+        summary["influence_facts"] = {
+            "method": influence.method,
+            "target": influence.target,
+            "normalize": influence.normalize,
+            "documents": int(influence.per_document.shape[0]),
+            "mean_probability": float(influence.probability.mean()),
+        }
+    if intervals:
+        summary["intervals"] = dict(intervals)
+    return summary
+
+
+def profile_arrays(measurement: Any, influence: Any = None, **more: Tensor) -> dict[str, Tensor]:
+    """The arrays that go with it; the kernels only where they are not too large."""
+    arrays = {
+        "mixing_per_position": measurement.mixing.per_position,
+        "mixing_per_position_std": measurement.mixing.per_position_std,
+        "sink_mass": measurement.sink_mass,
+        **more,
+    }
+    if measurement.kernels.numel() <= MOST_NUMBERS:
+        arrays["kernels"] = measurement.kernels
+    if influence is not None:
+        arrays["influence_per_document"] = influence.per_document
+    return arrays
+
+
+def first_position_attention(kernels: Tensor) -> Tensor:
+    """Mean weight [T] that queries in the second half put on the first position."""
+    mean = kernels.mean(1) if kernels.dim() == 4 else kernels
+    return mean[:, mean.shape[-1] // 2 :, 0].mean(-1)
+
+
+def profile_tables(summary: Mapping[str, Any], measurement: Any) -> dict[str, Any]:
+    """The tables of `posattn profile`: mixing, profiles, comparison, shapes (tidy data frames)."""
+    import pandas as pd
+
+    curves = dict(summary["profiles"])
+    if summary.get("influence") is not None:
+        curves = {"influence": summary["influence"], **curves}
+    tables: dict[str, Any] = {"mixing": measurement.to_dataframe()}
+    tables["profiles"] = pd.concat(
+        pd.DataFrame({"curve": name, "position": range(len(curve)), "value": torch.as_tensor(curve).tolist()})
+        for name, curve in curves.items()
+    )
+    if summary.get("comparison"):
+        tables["comparison"] = pd.DataFrame(
+            [{"variant": name, **values} for name, values in summary["comparison"].items()]
+        )
+    rows = []
+    for name, figures in (summary.get("shape") or {}).items():
+        trimmed = figures.get("without_first")
+        rows.append({"curve": name, "positions": "all", **{k: v for k, v in figures.items() if k != "without_first"}})
+        if trimmed:
+            rows.append({"curve": name, "positions": "without first", **trimmed})
+    if rows:
+        tables["shapes"] = pd.DataFrame(rows)
+    return tables
