@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["t"])
+@no_type_check  # triton reads the source; a run-time type check would wrap the function
 def whole_kernel(
     a_ptr, offset_ptr, stride_m, stride_n,
-    source_ptr, target_ptr, master_ptr, lam_ptr, t, layers, n,
+    source_ptr, target_ptr, master_ptr, lam_ptr, scale_ptr, t, layers, n,
     tile_rows,
-    FIRST: tl.constexpr, UPCAST: tl.constexpr, ALIGNED: tl.constexpr, HALF: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    FIRST: tl.constexpr, UPCAST: tl.constexpr, ALIGNED: tl.constexpr, HALF: tl.constexpr,
+    SCALED: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of (1-λ) P + λ A P; tiles above the diagonal have no program (square tiles) or leave at once."""
@@ -70,6 +74,8 @@ def whole_kernel(
                 old = tl.load(master_ptr + where, mask=ok, other=0.0)
             else:
                 old = tl.load(source_ptr + where, mask=ok, other=0.0)
+        if SCALED:  # dividing the rows of A is dividing the rows of A P
+            acc *= tl.load(scale_ptr + (b * layers + t) * n + rows, mask=rows < n, other=0.0)[:, None]
         new = (1.0 - lam) * old + lam * acc
         if HALF:
             tl.store(master_ptr + where, new, mask=ok)
@@ -77,17 +83,18 @@ def whole_kernel(
 
 
 @triton.jit
+@no_type_check
 def rows_kernel(
     a_ptr, offset_ptr, stride_t, stride_r, stride_c,
-    query_ptr, state_ptr, state_stride, lam_ptr, done_ptr, layers, batch, n, queries, strips,
-    ALIGNED: tl.constexpr, WORDS: tl.constexpr, QUERIES: tl.constexpr,
+    query_ptr, state_ptr, state_stride, lam_ptr, scale_ptr, done_ptr, layers, batch, n, queries, strips,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, PER_WORD: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One strip of columns of v_{t-1} = (1-λ_t) v_t + λ_t v_t A_t, when the strips of v_t that it needs are there.
 
-    `state_ptr` is [layers, batch, queries, state_stride]: slot t is what layers t to the last (counted from 0) make of the
-    query's unit row, so slot 0 is the answer. A strip begins on a cache line of its own, so that no line is read
+    `state_ptr` is [layers, batch, queries, state_stride]: slot t is what layers t to the last (counted from 0) make of
+    the query's unit row, so slot 0 is the answer. A strip begins on a cache line of its own, so that no line is read
     before all of it is written. `done_ptr` holds one bit a strip, [layers, batch, WORDS] 64-bit words, then the
     ticket counter.
     """
@@ -109,6 +116,7 @@ def rows_kernel(
     size = tl.cast(queries, tl.int64) * state_stride
     old = state_ptr + ((t + 1) * batch + b) * size
     new = state_ptr + (t * batch + b) * size
+    scale = scale_ptr + (b * layers + t) * n  # of the rows of this A
     q = tl.arange(0, QUERIES)
     where = q[:, None] * state_stride + cols[None, :]
     ok = (q < queries)[:, None] & col_ok[None, :]
@@ -117,7 +125,10 @@ def rows_kernel(
         query = tl.load(query_ptr + q, mask=q < queries, other=0)
         own = tl.load(a + query[:, None] * stride_r + cols.to(tl.int64)[None, :] * stride_c, mask=ok, other=0.0)
         unit = (query[:, None] == cols[None, :]).to(tl.float32)
-        tl.store(new + where, (1.0 - lam) * unit + lam * own.to(tl.float32), mask=ok)
+        weight = lam
+        if SCALED:
+            weight = lam * tl.load(scale + query, mask=q < queries, other=0.0)[:, None]
+        tl.store(new + where, (1.0 - lam) * unit + weight * own.to(tl.float32), mask=ok)
     else:
         for w in range(strip // PER_WORD, WORDS):
             word = done_ptr + ((t + 1) * batch + b) * WORDS + w
@@ -138,6 +149,8 @@ def rows_kernel(
                 tile = a + rows.to(tl.int64)[:, None] * stride_r + cols.to(tl.int64)[None, :] * stride_c
                 x = tl.load(tile, mask=row_ok[:, None] & col_ok[None, :], other=0.0)
                 v = tl.load(old + rows, mask=row_ok, other=0.0, cache_modifier=".cg")
+                if SCALED:
+                    v *= tl.load(scale + rows, mask=row_ok, other=0.0)
                 acc += x.to(tl.float32) * v[:, None]
             total = tl.sum(acc, axis=0)[None, :]
         else:
@@ -151,6 +164,8 @@ def rows_kernel(
                     old + q[:, None] * state_stride + rows[None, :],
                     mask=(q < queries)[:, None] & row_ok[None, :], other=0.0, cache_modifier=".cg",
                 )  # fmt: skip
+                if SCALED:
+                    v *= tl.load(scale + rows, mask=row_ok, other=0.0)[None, :]
                 total = tl.dot(v, x.to(tl.float32), total, input_precision=PRECISION)
         kept = tl.load(old + where, mask=ok, other=0.0, cache_modifier=".cg")
         tl.store(new + where, (1.0 - lam) * kept + lam * total, mask=ok)
@@ -159,6 +174,29 @@ def rows_kernel(
     tl.debug_barrier()
     bit = tl.cast(1, tl.int64) << tl.cast(strip % PER_WORD, tl.int64)
     tl.atomic_or(done_ptr + (t * batch + b) * WORDS + strip // PER_WORD, bit, sem="release", scope="gpu")
+
+
+@triton.jit
+@no_type_check
+def row_scale_kernel(
+    a_ptr, offset_ptr, stride_t, stride_r, stride_c, scale_ptr, layers, n, tile_rows,
+    ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """1 / (sum of a row of A), up to the diagonal, for `BLOCK_R` rows of one layer of one batch entry."""
+    tile = tile_rows - 1 - tl.program_id(0) % tile_rows  # long rows first
+    pair = (tl.program_id(0) // tile_rows).to(tl.int64)
+    offset = tl.load(offset_ptr + pair // layers)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_ok = rows < n
+    a = a_ptr + offset + (pair % layers) * stride_t + rows.to(tl.int64)[:, None] * stride_r
+    acc = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    for c in tl.range(0, tl.minimum((tile + 1) * BLOCK_R, n), BLOCK_C, num_stages=4):
+        cols = c + tl.arange(0, BLOCK_C)
+        ok = row_ok[:, None] & (cols < n)[None, :]
+        acc += tl.load(a + cols.to(tl.int64)[None, :] * stride_c, mask=ok, other=0.0).to(tl.float32)
+    tl.store(scale_ptr + pair * n + rows, 1.0 / tl.sum(acc, axis=1), mask=row_ok)
 
 
 #: whether triton runs kernels in its interpreter (TRITON_INTERPRET=1 when it was imported), so that CPU tensors work

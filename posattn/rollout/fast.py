@@ -6,11 +6,12 @@ The kernels A_t and every partial product are lower triangular. R is never built
 
     P'[i,j] = (1-λ) P[i,j] + λ Σ_{k=j..i} A[i,k] P[k,j]
 
-one matrix product over the range j..i. That is N³/3 operations a layer (and a little for the blocks on the diagonal) instead of 2N³.
+one matrix product over the range j..i. That is N³/3 operations a layer instead of 2N³, and a little more for the
+blocks on the diagonal.
 
-**Rows** (`rollout_rows`). A query row v_T = e_q goes from the last layer to the first, v_{t-1} = (1-λ_t) v_t + λ_t v_t A_t.
-Rows of A come in blocks, each cut off at its last column: A is read once, its lower half only. The first step is row q
-of A_T itself, and positions after the last query are never looked at.
+**Rows** (`rollout_rows`). A query row v_T = e_q goes from the last layer to the first,
+v_{t-1} = (1-λ_t) v_t + λ_t v_t A_t. Rows of A come in blocks, each cut off at its last column: A is read once, its
+lower half only. The first step is row q of A_T itself, and positions after the last query are never looked at.
 
 Both accumulate in float32 (float64 for float64 input): half-precision kernels are widened a block at a time. Gradients
 are computed by hand with the same blocks: for G = dL/dP_t,

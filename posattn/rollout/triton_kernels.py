@@ -2,7 +2,7 @@
 
 Both use that every A_t and every partial product is lower triangular, and both accumulate in float32.
 
-**Whole P** (`_whole_kernel`, one launch a layer). One program makes one tile (i, j), j <= i, of
+**Whole P** (`whole_kernel`, one launch a layer). One program makes one tile (i, j), j <= i, of
 
     P'[i,j] = (1-λ) P[i,j] + λ Σ_{k=j..i} A[i,k] P[k,j]
 
@@ -11,18 +11,18 @@ part of the same kernel. P is kept in float32 and updated in place (a tile reads
 inputs a second copy in the input's dtype, two of them in turn, is what the matrix units read. Programs are numbered so
 that the longest sums start first.
 
-**Rows** (`_rows_kernel`, one launch for all layers). For a query row v_T = e_q the recursion runs from the last layer
+**Rows** (`rows_kernel`, one launch for all layers). For a query row v_T = e_q the recursion runs from the last layer
 to the first: v_{t-1} = (1-λ_t) v_t + λ_t v_t A_t. A program makes one strip of columns of one layer: it reads the rows
 of A_t from the strip's own diagonal down, and nothing else, so each A is read once and only its lower half. Strip c of
 layer t needs the strips >= c of the layer before, and no others. Programs therefore take a ticket from a counter; the
 tickets run over layers, then strips from the last to the first, then the batch, and a program waits until the strips
-that it needs have set their bits. Everything a ticket waits for has a smaller ticket, so some running program can always
-finish (no assumption about how many programs fit on the device), and because a strip's inputs are one whole layer
-of tickets older than it, the wait is short: layers overlap and the memory stays busy. The first step needs only row q of A_T,
-so A_T itself isn't read. Sums are made in a fixed order: results are the same from run to run.
+that it needs have set their bits. Everything a ticket waits for has a smaller ticket, so some running program can
+always finish (nothing is assumed about how many programs fit on the device), and because a strip's inputs are one
+whole layer of tickets older than it, the wait is short: layers overlap and the memory stays busy. The first step needs
+only row q of A_T. Sums are made in a fixed order: results are the same from run to run.
 
-The float32 product on the matrix units follows `torch.get_float32_matmul_precision()`: "highest" (torch's default) takes
-three tf32 products (error as float32's), anything lower takes one.
+The float32 product on the matrix units follows `torch.get_float32_matmul_precision()`: "highest" (torch's default)
+takes three tf32 products (error as float32's), anything lower takes one.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def rollout_triton(
     kernels: Float[Tensor, "*#batch layers n n"],
     rows: Int[Tensor, " q"] | None = None,
     *,
+    renormalise: bool | None = None,
     config: WholeConfig | RowsConfig | None = None,
 ) -> Float[Tensor, "*batch m n"]:
     """P (`rows` None) or the given rows of P, by the Triton kernels; float32 whatever the input's dtype.
@@ -109,6 +110,8 @@ def rollout_triton(
         mixing: λ, `[..., T]`.
         kernels: lower-triangular A in bfloat16, float16 or float32, `[..., T, N, N]`; any strides.
         rows: query positions (0 is the first token), or None for the whole product.
+        renormalise: divide each row of A by its sum. By default done for half-precision kernels, whose rows do not sum
+            to 1 exactly; a kernel of its own reads A once more for it, and no copy of A is made.
         config: tile sizes to use instead of the tuned ones.
 
     Returns:
@@ -141,13 +144,28 @@ def rollout_triton(
     flat = kernels.expand(*lead, *kernels.shape[-3:])
     offsets, aligned = _batch_offsets(tuple(lead), flat.stride()[:-3], kernels.device)
 
+    if renormalise is None:
+        renormalise = kernels.dtype != torch.float32
+    job = _Job(triton_module, lam, flat, offsets, aligned, None)
+    if renormalise:
+        job = job._replace(scale=_row_scale(job))
     if rows is None:
-        whole = config if isinstance(config, WholeConfig) else None
-        return _whole(triton_module, lam, flat, offsets, aligned, whole).reshape(*lead, n, n)
+        return _whole(job, config if isinstance(config, WholeConfig) else None).reshape(*lead, n, n)
     strip = config if isinstance(config, RowsConfig) else None
-    parts = [_rows(triton_module, lam, flat, offsets, aligned, part, strip) for part in rows.split(MAX_QUERIES)]
-    out = torch.cat(parts, dim=1) if parts else kernels.new_zeros(lam.shape[0], 0, n, dtype=torch.float32)
+    parts = [_rows(job, part, strip) for part in rows.split(MAX_QUERIES)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return out.reshape(*lead, rows.shape[0], n)
+
+
+class _Job(NamedTuple):
+    """One rollout: λ [B, T], A [..., T, N, N] as stored, the offset of each batch entry in it, 1 / row sums or None."""
+
+    module: Any
+    lam: Tensor
+    flat: Tensor
+    offsets: Tensor
+    aligned: bool
+    scale: Tensor | None
 
 
 @lru_cache(maxsize=64)
@@ -169,9 +187,25 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _whole(
-    module: Any, lam: Tensor, flat: Tensor, offsets: Tensor, aligned: bool, config: WholeConfig | None
-) -> Tensor:
+def _row_scale(job: _Job) -> Tensor:
+    """1 / (sum of each row of A), [B, T, N]."""
+    module, lam, flat, offsets, aligned, _ = job
+    batch, layers = lam.shape
+    n = flat.shape[-1]
+    stride_t, stride_r, stride_c = flat.stride()[-3:]
+    scale = torch.empty(batch, layers, n, dtype=torch.float32, device=flat.device)
+    block_r, block_c = (32, 128) if n > 32 else (16, 16)
+    tile_rows = -(-n // block_r)
+    with _device_of(flat):
+        module.row_scale_kernel[(tile_rows * batch * layers,)](
+            flat, offsets, stride_t, stride_r, stride_c, scale, layers, n, tile_rows,
+            ALIGNED=aligned, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4,
+        )  # fmt: skip
+    return scale
+
+
+def _whole(job: _Job, config: WholeConfig | None) -> Tensor:
+    module, lam, flat, offsets, aligned, scale = job
     batch, layers = lam.shape
     n, dtype, device = flat.shape[-1], flat.dtype, flat.device
     stride_m, stride_n = flat.stride()[-2:]
@@ -191,9 +225,9 @@ def _whole(
         for t in range(layers):
             module.whole_kernel[(tiles, batch)](
                 flat.select(-3, t), offsets, stride_m, stride_n,
-                source, target, master, lam, t, layers, n, tile_rows,
+                source, target, master, lam, lam if scale is None else scale, t, layers, n, tile_rows,
                 FIRST=t == 0, UPCAST=module.INTERPRETED and dtype == torch.bfloat16, ALIGNED=aligned, HALF=half,
-                SQUARE=square, EVEN=n % max(config[:3]) == 0, PRECISION=precision,
+                SCALED=scale is not None, SQUARE=square, EVEN=n % max(config[:3]) == 0, PRECISION=precision,
                 BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
                 num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
@@ -201,9 +235,8 @@ def _whole(
     return master if half else source
 
 
-def _rows(
-    module: Any, lam: Tensor, flat: Tensor, offsets: Tensor, aligned: bool, rows: Tensor, config: RowsConfig | None
-) -> Tensor:
+def _rows(job: _Job, rows: Tensor, config: RowsConfig | None) -> Tensor:
+    module, lam, flat, offsets, aligned, scale = job
     batch, layers = lam.shape
     device = flat.device
     n = flat.shape[-1]
@@ -212,6 +245,7 @@ def _rows(
     config = config or rows_config(flat.dtype, n, queries)
     stride_t, stride_r, stride_c = flat.stride()[-3:]
 
+    padded = 1 if queries == 1 else max(16, 1 << (queries - 1).bit_length())  # a matrix product needs 16
     strips = -(-n // config.block_c)
     words = -(-strips // _STRIPS_PER_WORD)
     stride = -(-n // 32) * 32  # strips of 32 columns and more begin on a 128-byte line
@@ -220,8 +254,8 @@ def _rows(
     with _device_of(flat):
         module.rows_kernel[(layers * strips * batch,)](
             flat, offsets, stride_t, stride_r, stride_c,
-            rows, states, stride, lam, done, layers, batch, n, queries, strips,
-            ALIGNED=aligned, WORDS=words, QUERIES=1 if queries == 1 else max(16, 1 << (queries - 1).bit_length()),
+            rows, states, stride, lam, lam if scale is None else scale, done, layers, batch, n, queries, strips,
+            SCALED=scale is not None, ALIGNED=aligned, WORDS=words, QUERIES=padded,
             BLOCK_C=config.block_c, BLOCK_R=config.block_r, PER_WORD=_STRIPS_PER_WORD,
             STAGES=config.num_stages, PRECISION="tf32x3", num_warps=config.num_warps,
         )  # fmt: skip
