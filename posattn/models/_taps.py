@@ -63,6 +63,7 @@ class PassWatch:
 
     begin: Callable[[Batch], None]
     end: Callable[[], None]
+    abandon: Callable[[], None]  # the pass ended early, as it was asked to: nothing is missing
 
 
 class TappedModel(Model):
@@ -98,7 +99,7 @@ class TappedModel(Model):
         watched = _Pass(self.name, {layer: frozenset(found) for layer, found in taps.items()}, observer)
         handles: list[Any] = []
         try:
-            self._watch(PassWatch(watched.begin, watched.end), handles)
+            self._watch(PassWatch(watched.begin, watched.end, watched.abandon), handles)
             for layer, found in taps.items():
                 for point, tap in found.items():
                     handles.append(_read_hook(tap, layer, point, watched))
@@ -124,7 +125,7 @@ class TappedModel(Model):
             current[:] = [batch]
 
         try:
-            self._watch(PassWatch(begin, current.clear), handles)
+            self._watch(PassWatch(begin, current.clear, current.clear), handles)
             for layer in self._chosen(layers):
                 tap = self._tap(point, layer)
                 if tap is None:  # no adapter lacks these three points
@@ -151,6 +152,10 @@ class _Pass:
             return
         self.forget()
         self._batch = batch
+
+    def abandon(self) -> None:
+        if not self._observing:
+            self.forget()
 
     def forget(self) -> None:
         self._batch, self._pending, self._done = None, {}, set()
@@ -228,11 +233,12 @@ def _write_hook(tap: Tap, layer: int, change: Intervention, current: list[Batch]
     if tap.arguments:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            replaced = dict(kwargs)
-            for name in tap.arguments:
-                if (new := changed(kwargs[name])) is not None:
-                    replaced[name] = new
-            return args, replaced
+            read = kwargs[tap.arguments[-1]]
+            if (new := changed(read)) is None:
+                return None
+            # the other arguments are the same tensor, or that tensor plus positions (shortformer), which stay
+            others = {name: new + (kwargs[name] - read) for name in tap.arguments[:-1]}
+            return args, {**kwargs, **others, tap.arguments[-1]: new}
 
         return tap.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 

@@ -47,6 +47,7 @@ class BridgeModel(TappedModel):
         self._hf: Any = bridge.original_model
         self._config = text_config(self._hf.config)
         self._blocks = _blocks(bridge)
+        set_attention(self._hf, "eager")  # what TransformerLens itself asks for: no other path returns the pattern
         compatibility = bool(getattr(bridge, "compatibility_mode", False))
         self.name = name or getattr(bridge.cfg, "model_name", None) or self._hf.config._name_or_path or "model"
         self.revision = revision or getattr(self._hf.config, "_commit_hash", None)
@@ -252,6 +253,14 @@ def _residual_norm(block: Any, alias: str, part: str) -> Any | None:
         return None
     name, leaf = path.split(".")
     return _part(block, name) if leaf == "hook_out" and name != part else None
+
+
+def set_attention(hf_model: nn.Module, implementation: str) -> None:
+    """Choose the attention path of every part of a transformers model."""
+    for module in hf_model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "_attn_implementation", implementation) != implementation:
+            config._attn_implementation = implementation
 
 
 def _context(config: Any) -> int | None:
