@@ -12,11 +12,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from posattn.errors import InputError
 from posattn.models.base import Batch, Model, Point
 from posattn.probes.base import Probe
+from posattn.probes.kernel import KernelProbe
+from posattn.probes.mixing import MixingProbe
 from posattn.results import Result
 
 
@@ -33,9 +36,8 @@ class Session(AbstractContextManager["Session"]):
             raise InputError("this session is attached already: call attach again for a second one")
         for probe in self.probes:
             probe.begin(self.model)
-        points: set[Point] = set().union(*(probe.needs for probe in self.probes))
         with ExitStack() as stack:
-            stack.enter_context(self.model.observe(sorted(points), self._observe))
+            stack.enter_context(self.model.observe(self.points, self._observe))
             self._stack = stack.pop_all()
         return self
 
@@ -50,6 +52,11 @@ class Session(AbstractContextManager["Session"]):
         with torch.inference_mode(False), torch.no_grad():
             for probe in self.probes:
                 probe.update(layer, record, batch)
+
+    @property
+    def points(self) -> list[Point]:
+        """Every point that some probe needs."""
+        return sorted({point for probe in self.probes for point in probe.needs})
 
     @property
     def documents(self) -> int:
@@ -82,6 +89,37 @@ def attach(model: Any, *probes: Probe) -> Session:
     if len(set(names)) < len(names):
         raise InputError(f"two probes share a name: {', '.join(names)}")
     return Session(as_a_model(model), probes)
+
+
+def from_cache(
+    cache: Mapping[str, Tensor] | Any,
+    model: Any,
+    *probes: Probe,
+    tokens: Int[Tensor, "b n"] | None = None,
+    mask: Bool[Tensor, "b n"] | None = None,
+) -> Session:
+    """Measure an `ActivationCache` that exists already, as if its forward pass had been observed.
+
+    Args:
+        cache: from `run_with_cache` of the same model, with its batch dimension.
+        model: the model that filled it.
+        probes: what to measure; mixing and the head-mean kernel when none is given.
+        tokens, mask: of that forward pass; without them nothing is taken to be padding.
+
+    Returns:
+        A closed session: ask it for `results()`, or hand it to `measurement`.
+
+    Raises:
+        HookError: the cache lacks a point that a probe needs, or holds it in a shape that does not fit.
+    """
+    from posattn.models.caches import read_cache
+
+    session = attach(model, *(probes or (MixingProbe(), KernelProbe())))
+    for probe in session.probes:
+        probe.begin(session.model)
+    for layer, record, batch in read_cache(session.model, cache, session.points, tokens, mask):
+        session._observe(layer, record, batch)
+    return session
 
 
 def as_a_model(model: Any) -> Model:
