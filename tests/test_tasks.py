@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from posattn.errors import InputError
 from posattn.tasks import TASKS, LetterTask, NumberTask, make_task
 
-ALL = [("number", {}), ("letter", {}), ("letter", {"distractors": "clean"}), ("index", {}), ("retrieval", {}), ("induction", {})]
+ALL = [
+    ("number", {}),
+    ("letter", {}),
+    ("letter", {"distractors": "clean"}),
+    ("index", {}),
+    ("retrieval", {}),
+    ("induction", {}),
+]
 
 
 def test_published_number_example():
@@ -51,8 +58,13 @@ def test_every_sample_is_solved(name, parameters):
 
 @settings(deadline=None, max_examples=40)
 @given(
-    targets=st.integers(1, 6), pre=st.integers(1, 6), hops=st.integers(1, 5), letters=st.integers(2, 9),
-    seed=st.integers(0, 999), kind=st.sampled_from(["number", "published", "clean"]), extra=st.integers(0, 12),
+    targets=st.integers(1, 6),
+    pre=st.integers(1, 6),
+    hops=st.integers(1, 5),
+    letters=st.integers(2, 9),
+    seed=st.integers(0, 999),
+    kind=st.sampled_from(["number", "published", "clean"]),
+    extra=st.integers(0, 12),
 )
 def test_samples_of_any_size_are_solved(targets, pre, hops, letters, seed, kind, extra):
     parameters = {"targets": targets, "pre_targets": pre, "max_hops": hops, "letters": letters}
@@ -71,10 +83,14 @@ def test_samples_of_any_size_are_solved(targets, pre, hops, letters, seed, kind,
 @given(count=st.integers(1, 700), seed=st.integers(0, 99), which=st.sampled_from(ALL))
 def test_cells_differ_by_at_most_one(count, seed, which):
     name, parameters = which
-    small = {"targets": 3, "pre_targets": 4, "letters": 6} if name in ("number", "letter") else {"items": 4, "letters": 5}
+    small = (
+        {"targets": 3, "pre_targets": 4, "letters": 6} if name in ("number", "letter") else {"items": 4, "letters": 5}
+    )
     task = make_task(name, **small, **parameters)
     samples = task.generate(count, seed)
-    cells = collections.Counter(zip(samples.target.tolist(), samples.answers.tolist(), samples.hops.tolist(), strict=True))
+    cells = collections.Counter(
+        zip(samples.target.tolist(), samples.answers.tolist(), samples.hops.tolist(), strict=True)
+    )
     total = torch.tensor(task.cells).prod().item()
     low = min(cells.values()) if len(cells) == total else 0
     assert max(cells.values()) - low <= 1
@@ -106,7 +122,8 @@ def test_distractor_integers_are_uniform():
 
 
 def _answer_letter_share(samples, task):
-    """How often the answer's first letter occurs among the targets, against the mean of the letters that occur there."""
+    """How often the answer's first letter occurs among the targets, against the mean of the letters that occur
+    there."""
     first = torch.from_numpy(task._first(samples.tokens[:, : task.targets].numpy()))
     own = (first == (samples.answers // task.integers)[:, None]).sum(1).float()
     distinct = torch.tensor([len(set(row.tolist())) for row in first]).float()

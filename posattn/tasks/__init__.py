@@ -16,7 +16,8 @@ TASKS: dict[str, type[Task]] = {
 
 
 def make_task(name: str, length: int | None = None, **parameters: Any) -> Task:
-    """The task of that name. `length` (tokens, the query included) sets the number of pre-targets when that is not given.
+    """The task of that name. `length` (tokens, the query included) sets the number of pre-targets when that is
+    not given.
 
     Raises:
         InputError: unknown task or parameter, more targets than positions, a task too small for its hops.
@@ -33,12 +34,15 @@ def make_task(name: str, length: int | None = None, **parameters: Any) -> Task:
             parameters.setdefault("pre_targets", length - 1 - targets)
             if targets > length - 1 or targets + parameters["pre_targets"] + 1 != length:
                 raise InputError(
-                    f"task '{name}': {targets} targets, {max(parameters['pre_targets'], 0)} pre-targets and a query do not fit {length} positions"
+                    f"task '{name}': {targets} targets, {max(parameters['pre_targets'], 0)} pre-targets and a "
+                    f"query do not fit {length} positions"
                 )
         else:
             parameters.setdefault("items", length - 1)
             if parameters["items"] + 1 != length:
-                raise InputError(f"task '{name}': {parameters['items']} items and a query do not fit {length} positions")
+                raise InputError(
+                    f"task '{name}': {parameters['items']} items and a query do not fit {length} positions"
+                )
     return TASKS[name](**parameters)
 
 

@@ -1,6 +1,7 @@
 """What every synthetic task has in common: samples, solutions, the balanced design, longer inputs.
 
-A task is a small frozen object. It *generates* samples (rows of token ids that end in a query, and the answer token that
+A task is a small frozen object. It *generates* samples (rows of token ids that end in a query, and the answer
+token that
 must follow), *solves* any rows by following the rules literally (no knowledge of how they were made), and *validates*
 them. Generation and solving are vectorised in numpy and never loop over samples.
 
@@ -27,7 +28,8 @@ from posattn.errors import InputError
 class Samples:
     """Generated samples, one a row.
 
-    tokens: `[samples, length]`, the query last. answers: `[samples]`, token ids. hops: `[samples]`, jumps from the query
+    tokens: `[samples, length]`, the query last. answers: `[samples]`, token ids. hops: `[samples]`, jumps from
+    the query
     to the answer. target: `[samples]`, 0-based position that holds the answer.
     """
 
@@ -47,8 +49,10 @@ class Samples:
 class Solution:
     """What following the rules gives.
 
-    answers: `[samples]`, token ids, -1 where the rules lead nowhere. hops: `[samples]`. path: `[samples, steps]`, visited
-    0-based positions from the query to the answer, padded with -1. reason: why the first unsolvable row cannot be solved.
+    answers: `[samples]`, token ids, -1 where the rules lead nowhere. hops: `[samples]`. path: `[samples,
+    steps]`, visited
+    0-based positions from the query to the answer, padded with -1. reason: why the first unsolvable row cannot
+    be solved.
     """
 
     answers: Int[Tensor, " samples"]
@@ -80,7 +84,9 @@ class Task(abc.ABC):
         """Shape of the balanced design."""
 
     @abc.abstractmethod
-    def _fill(self, cell: tuple[np.ndarray, ...], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _fill(
+        self, cell: tuple[np.ndarray, ...], rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, answers, hops and target positions for samples of the given cells."""
 
     @abc.abstractmethod
@@ -112,7 +118,9 @@ class Task(abc.ABC):
         rng = np.random.default_rng([seed, count])
         cell = np.unravel_index(_balanced(count, math.prod(self.cells), rng), self.cells)
         tokens, answers, hops, target = self._fill(cell, rng)
-        return Samples(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)) for x in (tokens, answers, hops, target)))
+        return Samples(
+            *(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)) for x in (tokens, answers, hops, target))
+        )
 
     def solve(self, tokens: Int[Tensor, "samples length"]) -> Solution:
         """Follow the rules from the last token of each row, whatever made the rows.
@@ -124,7 +132,10 @@ class Task(abc.ABC):
             raise InputError(f"task '{self.name}' needs tokens [samples, length >= 2], not {list(tokens.shape)}")
         rows = tokens.detach().cpu().numpy()
         if rows.size and (rows.min() < 0 or rows.max() >= self.vocabulary_size):
-            raise InputError(f"token ids of task '{self.name}' lie in 0..{self.vocabulary_size - 1}; found {rows.min()}..{rows.max()}")
+            raise InputError(
+                f"token ids of task '{self.name}' lie in 0..{self.vocabulary_size - 1}; found "
+                f"{rows.min()}..{rows.max()}"
+            )
         answers, hops, path, reason = self._solve(rows)
         return Solution(torch.from_numpy(answers), torch.from_numpy(hops), torch.from_numpy(path), reason)
 
@@ -139,7 +150,11 @@ class Task(abc.ABC):
             wrong = (found != said.cpu()).nonzero()
             if len(wrong):
                 row = int(wrong[0])
-                why = solution.reason if int(found[row]) < 0 else f"the rules give {what} {int(found[row])}, recorded is {int(said[row])}"
+                why = (
+                    solution.reason
+                    if int(found[row]) < 0
+                    else f"the rules give {what} {int(found[row])}, recorded is {int(said[row])}"
+                )
                 raise InputError(f"sample {row} of task '{self.name}' ({self.decode(samples.tokens[row])}): {why}")
         return solution
 
@@ -172,7 +187,8 @@ class Task(abc.ABC):
         return " ".join(self.vocabulary[int(t)] for t in tokens)
 
     def tokenizer(self) -> Any:
-        """A transformers tokenizer with this vocabulary (whitespace-separated names), which can be saved with a model."""
+        """A transformers tokenizer with this vocabulary (whitespace-separated names), which can be saved with
+        a model."""
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -196,6 +212,7 @@ def check_counts(task: str, **counts: int) -> None:
 
 
 def choose_stops(cell_hops: np.ndarray, places: int, rng: np.random.Generator) -> np.ndarray:
-    """Mask `[samples, places]` of the pre-target places that a path of `cell_hops` jumps stops at, uniform among subsets."""
+    """Mask `[samples, places]` of the pre-target places that a path of `cell_hops` jumps stops at, uniform
+    among subsets."""
     rank = rng.random((len(cell_hops), places)).argsort(axis=1).argsort(axis=1)
     return rank < (cell_hops - 1)[:, None]

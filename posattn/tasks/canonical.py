@@ -1,7 +1,8 @@
 """One-hop tasks that isolate what a single head must do: by position, by symbol, by both.
 
 * index (positional): symbols, then an integer k; the answer is the symbol k positions before the query.
-* retrieval (symbolic): (letter, integer) pairs with distinct letters, then a letter; the answer is the pair of that letter.
+* retrieval (symbolic): (letter, integer) pairs with distinct letters, then a letter; the answer is the pair of
+that letter.
 * induction (mixed): the same, but a letter occurs in several pairs with different integers; the answer is the *most
   recent* pair of the letter: matching is by symbol, the choice among matches by position.
 
@@ -44,7 +45,9 @@ class IndexTask(Task):
     def cells(self) -> tuple[int, ...]:
         return (self.items, self.letters)
 
-    def _fill(self, cell: tuple[np.ndarray, ...], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _fill(
+        self, cell: tuple[np.ndarray, ...], rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         target, answer = cell
         tokens = rng.integers(0, self.letters, (len(target), self.length))
         tokens[np.arange(len(target)), target] = answer
@@ -64,7 +67,8 @@ class IndexTask(Task):
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalTask(Task):
-    """Information retrieval: `items` pairs with distinct letters, a letter query. Cells: target position x answer pair."""
+    """Information retrieval: `items` pairs with distinct letters, a letter query. Cells: target position x
+    answer pair."""
 
     items: int = 8
     letters: int = 16
@@ -76,7 +80,9 @@ class RetrievalTask(Task):
     def __post_init__(self) -> None:
         check_counts(self.name, **dataclasses.asdict(self))
         if not self._repeat and self.letters < self.items:
-            raise InputError(f"task 'retrieval' needs a letter for each item: {self.letters} letters, {self.items} items")
+            raise InputError(
+                f"task 'retrieval' needs a letter for each item: {self.letters} letters, {self.items} items"
+            )
 
     @property
     def length(self) -> int:
@@ -101,7 +107,9 @@ class RetrievalTask(Task):
         first[rows, target], first[:, 0] = letter, np.where(target == 0, letter, displaced)
         return first
 
-    def _fill(self, cell: tuple[np.ndarray, ...], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _fill(
+        self, cell: tuple[np.ndarray, ...], rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         target, answer = cell
         letter = answer // self.integers
         first = self._items(target, letter, rng)
@@ -121,7 +129,9 @@ class RetrievalTask(Task):
         failed = (tokens[:, -1] < pairs) | ~match.any(axis=1)
         if not self._repeat:
             failed |= (match & (items != found[:, None])).any(axis=1)
-        return _one_hop(found, position, failed, length, "the query is no letter with exactly one meaning in the sequence")
+        return _one_hop(
+            found, position, failed, length, "the query is no letter with exactly one meaning in the sequence"
+        )
 
     def _filler(self, samples: Samples, extra: int, rng: np.random.Generator) -> np.ndarray:
         tokens = samples.tokens.cpu().numpy()[:, :-1]
@@ -150,11 +160,15 @@ class InductionTask(RetrievalTask):
         first = rng.integers(0, self.letters, (len(target), self.items))
         other = (letter[:, None] + rng.integers(1, self.letters, first.shape)) % self.letters
         later = np.arange(self.items) > target[:, None]
-        first = np.where(later & (first == letter[:, None]), other, first)  # nothing more recent than the target matches
+        first = np.where(
+            later & (first == letter[:, None]), other, first
+        )  # nothing more recent than the target matches
         first[np.arange(len(target)), target] = letter
         return first
 
 
-def _one_hop(found: np.ndarray, position: np.ndarray, failed: np.ndarray, length: int, why: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
+def _one_hop(
+    found: np.ndarray, position: np.ndarray, failed: np.ndarray, length: int, why: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
     path = np.stack([np.full(len(found), length - 1), np.where(failed, -1, position)], axis=1)
     return np.where(failed, -1, found), np.where(failed, -1, 1), path, why if failed.any() else ""

@@ -1,24 +1,28 @@
 """The letter task: a path that is followed by symbol.
 
-Every token is a pair. Targets are (letter, integer), pre-targets and the query are (letter, letter). The second letter of
+Every token is a pair. Targets are (letter, integer), pre-targets and the query are (letter, letter). The
+second letter of
 a pair points to the earlier pair whose first letter it is; jumps go on until a target is reached, which is the answer.
-Within a sequence a letter always stands with the same integer, so that equal first letters among targets are equal pairs.
+Within a sequence a letter always stands with the same integer, so that equal first letters among targets are
+equal pairs.
 Facts: arXiv 2605.31558, the letter task (8 letters, 8 integers: 128 tokens; 8 targets, 8 pre-targets, 1 to 4 hops).
 
 `distractors` says how pairs off the path are made:
 
-* "published": first letters are drawn from the letters off the path only, second letters are the first letter of a random
+* "published": first letters are drawn from the letters off the path only, second letters are the first letter
+of a random
   earlier pair. Letters on the path then stand out (each is the first letter of exactly one pair), which can be learned
   instead of the path.
 * "clean": the letters are split at random into target letters and pre-target letters; all target letters occur equally
-  often among the targets and all pre-target letters among the pre-targets, on the path or not. Every letter then has one
+  often among the targets and all pre-target letters among the pre-targets, on the path or not. Every letter
+  then has one
   meaning in its sequence (repeated pairs are identical) and nothing but the path tells the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,7 +36,8 @@ class LetterTask(Task):
     """The letter task. Cells: target position x answer pair x hops.
 
     Raises:
-        InputError: a count is below 1, `distractors` is unknown, or there are too few letters or pre-targets for the hops.
+        InputError: a count is below 1, `distractors` is unknown, or there are too few letters or pre-targets
+        for the hops.
     """
 
     targets: int = 8
@@ -40,7 +45,7 @@ class LetterTask(Task):
     max_hops: int = 4
     letters: int = 8
     integers: int = 8
-    distractors: Literal["published", "clean"] = "published"
+    distractors: str = "published"  # or "clean"
 
     name: ClassVar[str] = "letter"
 
@@ -51,13 +56,17 @@ class LetterTask(Task):
             raise InputError(f"task 'letter': distractors must be 'published' or 'clean', not {self.distractors!r}")
         if self.max_hops > self.pre_targets + 1:
             raise InputError(
-                f"task 'letter' is too small for {self.max_hops} hops: they need {self.max_hops - 1} pre-targets, it has {self.pre_targets}"
+                f"task 'letter' is too small for {self.max_hops} hops: they need {self.max_hops - 1} "
+                f"pre-targets, it has {self.pre_targets}"
             )
         if self.distractors == "published" and self.letters <= self.max_hops:
-            raise InputError(f"task 'letter' needs more letters than hops: {self.letters} letters, {self.max_hops} hops")
+            raise InputError(
+                f"task 'letter' needs more letters than hops: {self.letters} letters, {self.max_hops} hops"
+            )
         if self.distractors == "clean" and (self.letters < 2 or self._split[1] < self.max_hops - 1):
             raise InputError(
-                f"task 'letter' with clean distractors: {self.max_hops} hops need {self.max_hops - 1} letters for the pre-targets, "
+                f"task 'letter' with clean distractors: {self.max_hops} hops need {self.max_hops - 1} letters "
+                f"for the pre-targets, "
                 f"{self.letters} letters leave {self._split[1]}"
             )
 
@@ -88,7 +97,9 @@ class LetterTask(Task):
         pairs = self.letters * self.integers
         return np.where(tokens < pairs, -1, (tokens - pairs) % self.letters)
 
-    def _fill(self, cell: tuple[np.ndarray, ...], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _fill(
+        self, cell: tuple[np.ndarray, ...], rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         target, answer, hops = cell[0], cell[1], cell[2] + 1
         count, rows = len(target), np.arange(len(target))
         letter = answer // self.integers
@@ -100,11 +111,15 @@ class LetterTask(Task):
         make = self._published if self.distractors == "published" else self._clean
         first, second = make(order, target, hops, rng)
         tokens = np.empty((count, self.length), dtype=np.int64)
-        tokens[:, : self.targets] = first[:, : self.targets] * self.integers + integer[rows[:, None], first[:, : self.targets]]
+        tokens[:, : self.targets] = (
+            first[:, : self.targets] * self.integers + integer[rows[:, None], first[:, : self.targets]]
+        )
         tokens[:, self.targets :] = self.letters * self.integers + first[:, self.targets :] * self.letters + second
         return tokens, answer, hops, target
 
-    def _published(self, order: np.ndarray, target: np.ndarray, hops: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _published(
+        self, order: np.ndarray, target: np.ndarray, hops: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
         count, rows = len(target), np.arange(len(target))
         # letters order[:h] are the path's, answer first; the others are free
         free = hops[:, None] + (rng.random((count, self.length)) * (self.letters - hops)[:, None]).astype(np.int64)
@@ -120,7 +135,9 @@ class LetterTask(Task):
         second[:, -1] = order[rows, hops - 1]
         return first, second
 
-    def _clean(self, order: np.ndarray, target: np.ndarray, hops: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _clean(
+        self, order: np.ndarray, target: np.ndarray, hops: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
         count, rows = len(target), np.arange(len(target))
         ends, ways = self._split
         # targets: each of the first `ends` letters equally often, rotated so that the target position has the answer's
@@ -136,7 +153,8 @@ class LetterTask(Task):
         way = order[:, ends : ends + ways]
         first[:, self.targets : -1] = way[rows[:, None], slot]
         first[:, -1] = rng.integers(0, self.letters, count)
-        # where each pre-target letter points: along the path for its stops, else to any target or earlier pre-target letter
+        # where each pre-target letter points: along the path for its stops, else to any target or earlier
+        # pre-target letter
         stops = choose_stops(hops, ways, rng)
         last = np.maximum.accumulate(np.where(stops, np.arange(ways), -1), axis=1)
         before = np.concatenate([np.full((count, 1), -1), last[:, :-1]], axis=1)
@@ -178,7 +196,8 @@ class LetterTask(Task):
         return np.where(failed, -1, tokens[rows, position]), np.where(failed, -1, hops), steps, reason
 
     def _filler(self, samples: Samples, extra: int, rng: np.random.Generator) -> np.ndarray:
-        # copies of the sample's own targets keep every letter's meaning; "published" leaves out the path's, as in the sample
+        # copies of the sample's own targets keep every letter's meaning; "published" leaves out the path's, as
+        # in the sample
         tokens = samples.tokens.cpu().numpy()
         is_target = tokens < self.letters * self.integers
         allowed = is_target

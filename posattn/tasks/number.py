@@ -48,7 +48,8 @@ class NumberTask(Task):
         check_counts(self.name, **dataclasses.asdict(self))
         if self.max_hops > self.pre_targets + 1:
             raise InputError(
-                f"task 'number' is too small for {self.max_hops} hops: they need {self.max_hops - 1} pre-targets, it has {self.pre_targets}"
+                f"task 'number' is too small for {self.max_hops} hops: they need {self.max_hops - 1} "
+                f"pre-targets, it has {self.pre_targets}"
             )
 
     @property
@@ -68,7 +69,9 @@ class NumberTask(Task):
     def cells(self) -> tuple[int, ...]:
         return (self.targets, self.letters, self.max_hops)
 
-    def _fill(self, cell: tuple[np.ndarray, ...], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _fill(
+        self, cell: tuple[np.ndarray, ...], rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         target, answer, hops = cell[0], cell[1], cell[2] + 1
         count, rows = len(target), np.arange(len(target))
         tokens = np.empty((count, self.length), dtype=np.int64)
@@ -106,7 +109,11 @@ class NumberTask(Task):
         reason = ""
         if failed.any():
             row = int(failed.argmax())
-            reason = "the query is no integer" if tokens[row, -1] < self.letters else "an integer on the path points before the first token"
+            reason = (
+                "the query is no integer"
+                if tokens[row, -1] < self.letters
+                else "an integer on the path points before the first token"
+            )
         return np.where(failed, -1, tokens[rows, position]), np.where(failed, -1, hops), steps, reason
 
     def _filler(self, samples: Samples, extra: int, rng: np.random.Generator) -> np.ndarray:
