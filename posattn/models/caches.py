@@ -1,7 +1,7 @@
 """Points from an `ActivationCache` that the user already has, instead of from a forward pass.
 
-A cache is keyed by the names of the hook points that an adapter reads, so the same taps serve: what `observe` would have
-delivered is delivered, layer by layer. Points that an adapter reads elsewhere than at a hook point are not in a cache.
+A cache is keyed by the names of the hook points that an adapter reads, so the same taps serve: what `observe` would
+have delivered is delivered, layer by layer. Points that an adapter reads elsewhere than at a hook point are not in it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def read_cache(
         UnsupportedModelError: this model's points are not read at hook points.
     """
     if not isinstance(model, TappedModel):
-        raise UnsupportedModelError(
-            f"{model.name} ({model.adapter}) has no hook points, so no cache of them can be read"
-        )
+        raise UnsupportedModelError(f"{model.name} ({model.adapter}) has no hook points: no cache of it can be read")
     batch = None
     for layer in range(model.n_layers):
         record: dict[Point, Tensor] = {}
