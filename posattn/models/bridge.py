@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from posattn.errors import InputError, UnsupportedModelError
@@ -72,13 +73,17 @@ class BridgeModel(TappedModel):
     def dtype(self) -> torch.dtype:
         return next(self._hf.parameters()).dtype
 
-    def __call__(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b n vocab"]:
         return self._forward(tokens, mask)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
         return self._hf.get_input_embeddings()(tokens.to(self.device))
 
-    def from_embeddings(self, embeddings: Tensor, mask: Tensor | None = None) -> Tensor:
+    def from_embeddings(
+        self, embeddings: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b n vocab"]:
         return self._forward(embeddings, mask)
 
     def _forward(self, given: Tensor, mask: Tensor | None) -> Tensor:

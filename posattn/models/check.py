@@ -40,7 +40,7 @@ _REMEDY = {
     "residual": "a hook that edits the stream, or a block of a kind that the adapter does not know, is the usual cause",
     "causal": "only causal decoder models can be measured; check the attention mask and padding",
     "rows": "check for hooks that edit the pattern and for an attention sink that the adapter does not know",
-    "pattern": "remove hooks that edit q, k or the pattern; otherwise this architecture's positions are not supported yet",
+    "pattern": "remove hooks that edit q, k or the pattern; else this architecture's positions are not supported yet",
 }
 
 

@@ -1,8 +1,8 @@
 """TransformerLens' `HookedTransformer` (2.x and 3.x) as a `Model`.
 
 The class is gone from TransformerLens 4, so nothing here imports it: an object is recognised by its class's name, and
-everything is read from the object itself. Its weights were processed when it was loaded (norms folded, weights centred);
-that changes the residual stream against the checkpoint and is recorded in `processing`.
+everything is read from the object itself. Its weights were processed when it was loaded (norms folded, weights
+centred); that changes the residual stream against the checkpoint and is recorded in `processing`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from posattn.errors import InputError, UnsupportedModelError
@@ -32,9 +33,7 @@ class HookedModel(TappedModel):
         if self._kind not in _KINDS:
             raise UnsupportedModelError(f"positions of the kind {self._kind!r} are not supported")
         if cfg.attention_dir != "causal":
-            raise UnsupportedModelError(
-                f"{cfg.model_name} attends in both directions: only causal models are supported"
-            )
+            raise UnsupportedModelError(f"{cfg.model_name} attends both ways: only causal models are supported")
         self.module = model
         self._blocks = list(model.blocks)
         self.name = name or cfg.model_name or "HookedTransformer"
@@ -64,14 +63,18 @@ class HookedModel(TappedModel):
     def dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
 
-    def __call__(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b n vocab"]:
         tokens = tokens.to(self.device)
         return self.module(tokens, return_type="logits", attention_mask=self._mask(tokens, mask))
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
         return self.module.embed(tokens.to(self.device))
 
-    def from_embeddings(self, embeddings: Tensor, mask: Tensor | None = None) -> Tensor:
+    def from_embeddings(
+        self, embeddings: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b n vocab"]:
         embeddings = embeddings.to(self.device)
         real = self._mask(embeddings, mask)
         residual, shortformer = embeddings, None
@@ -132,7 +135,7 @@ class HookedModel(TappedModel):
         trained = getattr(cfg, "train_seq_length", None) or cfg.n_ctx
         if stretched and length > trained:
             raise UnsupportedModelError(
-                f"{self.name} rescales its positions beyond {trained} tokens, which is not supported: use a shorter length"
+                f"{self.name} rescales its positions beyond {trained} tokens, which is not supported: use fewer"
             )
         rows = max(length, 2)
         sin, cos = attention.rotary_sin, attention.rotary_cos

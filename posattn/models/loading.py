@@ -1,8 +1,9 @@
 """Loading a model from a name, a folder or a file, and recognising one that is already loaded.
 
 A transformers model is wrapped in TransformerLens' bridge. Wrapping can change the function that a model computes (with
-Falcon's ALiBi it does), so the logits of a few tokens are compared before and after; a difference is mended where we know
-how, and refused otherwise. Nothing is decided by version numbers, so a fault mended upstream is simply no longer found.
+Falcon's ALiBi it does), so the logits of a few tokens are compared before and after; a difference is mended where we
+know how, and refused otherwise. Nothing is decided by version numbers, so a fault mended upstream is simply no longer
+found.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ def load_model(
     """Load a model.
 
     Args:
-        source: `"bundled:NAME"`, a folder that transformers can read (a tokenizer is not needed), a `.gguf` file, a name on
-            the Hugging Face hub, or a live model (see `as_model`).
+        source: `"bundled:NAME"`, a folder that transformers can read (a tokenizer is not needed), a `.gguf` file, a
+            name on the Hugging Face hub, or a live model (see `as_model`).
         device: where to put it; default: CUDA where there is one, else the CPU.
         dtype: `torch.float32`, `"bfloat16"` … or `"auto"` for the checkpoint's own; default: float32 on the CPU, the
             checkpoint's own elsewhere.
 
     Raises:
         InputError: the file or folder is missing, or device or dtype is given for a live model.
-        UnsupportedModelError: the model is unknown or unreachable, its configuration is out of range, it has no attention,
-            is not a causal decoder, or TransformerLens would compute another function than the checkpoint.
+        UnsupportedModelError: the model is unknown or unreachable, its configuration is out of range, it has no
+            attention, is not a causal decoder, or TransformerLens would compute another function than the checkpoint.
     """
     if not isinstance(source, (str, os.PathLike)):
         if device is not None or dtype is not None:
@@ -81,8 +82,8 @@ def load_model(
 def as_model(model: Any) -> Model:
     """The one face of whatever model the user holds.
 
-    Accepts a `Model` (returned as it is), a TransformerLens `TransformerBridge` or `HookedTransformer`, or a transformers
-    model. The last is wrapped in a bridge, in place: its own forward then runs through the bridge's parts.
+    Accepts a `Model` (returned as it is), a TransformerLens `TransformerBridge` or `HookedTransformer`, or a
+    transformers model. The last is wrapped in a bridge, in place: its own forward then runs through the bridge's parts.
 
     Raises:
         UnsupportedModelError: nothing of the kind, or the model cannot be measured.
@@ -113,7 +114,7 @@ def wrap(hf_model: Any, *, name: str | None = None, revision: str | None = None,
     kept = getattr(hf_model, _KEPT, None)
     if isinstance(kept, Model):
         return kept
-    name = name or getattr(hf_model.config, "_name_or_path", None) or type(hf_model).__name__
+    name = str(name or getattr(hf_model.config, "_name_or_path", None) or type(hf_model).__name__)
     _refuse_what_cannot_be(hf_model, name)
     build = _bridge_builder()
     tokens = _probe_tokens(hf_model.config)
@@ -152,20 +153,19 @@ def wrap(hf_model: Any, *, name: str | None = None, revision: str | None = None,
     if not difference <= allowed:
         raise UnsupportedModelError(
             f"{name}: wrapped by TransformerLens, {type(hf_model).__name__} computes other logits than by itself (by "
-            f"{difference:.2g} of their spread, where {allowed:.0e} is allowed): its figures would not be the checkpoint's"
+            f"{difference:.2g} of their spread, where {allowed:.0e} is allowed): its figures would be another model's"
         )
     object.__setattr__(hf_model, _KEPT, model)
     return model
 
 
-# ------------------------------------------------------------------------------------------------------- the four sources
+# ----------------------------------------------------------------------------------------------------- the four sources
 
 
 def _bundled(name: str, device: torch.device, dtype: torch.dtype | str) -> Model:
     from posattn.models import bundled
 
-    path = bundled.path(name.removeprefix("bundled:"))
-    return _folder(path, name, device, dtype)
+    return _folder(bundled.bundled_path(name), name, device, dtype)
 
 
 def _folder(path: Path, name: str, device: torch.device, dtype: torch.dtype | str) -> Model:
@@ -207,11 +207,12 @@ def _from_pretrained(source: str, name: str, device: torch.device, dtype: torch.
         _check_config(config, name)
         key = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
         try:
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 source, config=config, output_loading_info=True, **{key: dtype}, **keywords
             )
         except Exception as error:
             raise _load_error(source, name, error) from error
+    model, report = loaded
     lacking = sorted(report.get("missing_keys", ()))
     if lacking:  # transformers would fill them with random numbers
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
@@ -230,7 +231,7 @@ def _load_error(source: str, name: str, error: Exception) -> PosattnError:
     offline = unreachable or "connect" in text.lower() or "offline" in text.lower() or "cached files" in text.lower()
     if offline:
         return UnsupportedModelError(
-            f"{name} is no file or folder here, and the hub cannot be reached to look there: give a folder or a bundled model"
+            f"{name} is no file or folder here, and the hub cannot be reached: give a folder, a file or a bundled model"
         )
     if isinstance(error, OSError):
         return UnsupportedModelError(f"unknown model {name}: no such folder here and no such model on the hub ({text})")
@@ -322,8 +323,8 @@ def _is_encoder(config: Any) -> bool:
 def _cannot_wrap(hf_model: Any, name: str, error: Exception) -> str:
     if getattr(hf_model.config, "new_decoder_architecture", False):
         return (
-            f"{name}: Falcon's new decoder architecture (new_decoder_architecture=true) is not supported by this version of "
-            f"TransformerLens ({_line(error)})"
+            f"{name}: Falcon's new decoder architecture (new_decoder_architecture=true) is not supported by this "
+            f"version of TransformerLens ({_line(error)})"
         )
     return f"{name}: TransformerLens cannot wrap {type(hf_model).__name__} ({_line(error)})"
 
@@ -333,8 +334,8 @@ def _bridge_builder() -> Any:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
     except ImportError as error:
         raise UnsupportedModelError(
-            "this version of TransformerLens cannot wrap a transformers model: install transformer-lens 3 or newer, or hand "
-            "over a HookedTransformer"
+            "this version of TransformerLens cannot wrap a transformers model: install transformer-lens 3 or newer, or "
+            "hand over a HookedTransformer"
         ) from error
     return build_bridge_from_module
 
@@ -348,12 +349,12 @@ def _live_bridge(bridge: Any) -> Model:
         return kept  # made, and where needed mended, by `wrap`
     if getattr(bridge.original_model.config, "is_encoder_decoder", False) or _is_encoder(bridge.original_model.config):
         raise UnsupportedModelError(
-            f"{type(bridge.original_model).__name__} is not a causal decoder: only causal decoder models can be measured"
+            f"{type(bridge.original_model).__name__} is no causal decoder: only causal decoder models can be measured"
         )
     model = BridgeModel(bridge)
     if _is_falcon_alibi(bridge.original_model) and _counts_alibi_twice(model):
         raise UnsupportedModelError(
-            f"{model.name}: {_TWICE}. Load it with posattn.load_model, which mends this, instead of handing over the bridge"
+            f"{model.name}: {_TWICE}. Let posattn.load_model load it, which mends this, or hand over the transformers model"
         )
     return model
 
@@ -361,8 +362,8 @@ def _live_bridge(bridge: Any) -> Model:
 # ---------------------------------------------------------------------------------------------------- Falcon with ALiBi
 
 _TWICE = (
-    "this bridge adds Falcon's ALiBi bias twice (once in the attention mask, once to the scores), so it computes another "
-    "function than its checkpoint does by default"
+    "this bridge adds Falcon's ALiBi bias twice (once in the attention mask, once to the scores), so it computes "
+    "another function than its checkpoint does by default"
 )
 
 
