@@ -1,8 +1,8 @@
 """The probes on real transformers classes, against a computation that knows neither hooks nor TransformerLens' points.
 
-X, a and the pattern are taken from the plain model: the pattern from `output_attentions`, X and what attention adds from
-hooks on the transformers modules that receive and produce them. λ and kernels then follow from the formulas as they
-are written, document by document.
+Everything is taken from the plain model: the pattern from `output_attentions`, X and what attention adds from hooks on
+the transformers modules that receive and produce them. λ and kernels then follow from the formulas as they are
+written, document by document.
 """
 
 from __future__ import annotations

@@ -41,9 +41,10 @@ def read_cache(
             if tap is None:
                 continue
             name = getattr(tap.module, "name", None)
+            where = name or "it is not at a hook point"
             if tap.arguments or not name or name not in cache:
                 raise HookError(
-                    f"layer {layer} of {model.name}: the cache has no {point!r} ({name or 'it is not at a hook point'}); "
+                    f"layer {layer} of {model.name}: the cache has no {point!r} ({where}); "
                     "make it with run_with_cache and without a names_filter, or with one that lets this name through"
                 )
             raw = cache[name]
