@@ -262,6 +262,20 @@ def bits_per_byte(model: Any, documents: list[bytes], context: int, device: str,
     return total / count / math.log(2)
 
 
+def build_optimizers(model: Any, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the hidden matrices (fewer steps to the same loss) and AdamW for the rest."""
+    hidden, other, plain = [], [], []
+    for name, p in model.named_parameters():
+        embedding = "embed" in name or "wte" in name or "lm_head" in name
+        (plain if p.ndim <= 1 else other if embedding or args.optimizer == "adamw" else hidden).append(p)
+    groups = [{"params": other, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=True)]
+    if hidden:
+        muon = torch.optim.Muon(hidden, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+    return optimizers
+
+
 def train(args: argparse.Namespace) -> None:
     started = time.monotonic()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -294,14 +308,7 @@ def train(args: argparse.Namespace) -> None:
     data = torch.from_numpy(stream).to(device)
     model = build(args.arch, args).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=args.lr,
-        betas=(0.9, 0.98),
-        fused=True,
-    )
+    optimizers = build_optimizers(model, args)
     draw = torch.Generator().manual_seed(args.seed + 1)
     torch.manual_seed(args.seed + 2)
     best, best_weights, best_step = math.inf, None, 0
@@ -338,8 +345,9 @@ def train(args: argparse.Namespace) -> None:
             * min(1.0, (step + 1) / args.warmup)
             * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
         )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         start = torch.randint(0, len(data) - args.window - 1, (args.batch, 1), generator=draw)
         from_bos = torch.rand(args.batch, generator=draw) < 0.5
         ids = data[start.to(device) + offsets].long()
@@ -347,10 +355,12 @@ def train(args: argparse.Namespace) -> None:
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=args.bf16):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.float().reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         running += loss.detach()
         step += 1
         if pace_start is None:
@@ -426,6 +436,7 @@ def main() -> None:
     fit.add_argument("--corpus", type=Path)
     fit.add_argument("--width", type=int, default=192)
     fit.add_argument("--layers", type=int)
+    fit.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     fit.add_argument("--mlp", type=int)
     fit.add_argument("--window", type=int, default=CONTEXT)
     fit.add_argument("--batch", type=int, default=32)
