@@ -69,7 +69,7 @@ def rollout_structured(
     every = depth == "every"
     name, profile = "structured", None
     if impl == "auto" and dtype in (None, torch.float64) and _dense_pays(parts, layers, length, len(rows), every, lead):
-        dense = torch.stack([_quick_dense(part, length) for part in parts], -3)
+        dense = torch.stack([quick_dense(part, length) for part in parts], -3)
         dense = dense.expand(*dense.shape[:-3], layers, length, length)
         causal = all(not part.full and part.prefix <= 1 for part in parts)
         name = _pick(weights, dense, rows, depth, causal)
@@ -119,7 +119,7 @@ def _dense_pays(
     return dense < applications * heads * n * 64 + len(parts) * heads * n * 64
 
 
-def _quick_dense(kernel: StructuredKernel, n: int) -> Tensor:
+def quick_dense(kernel: StructuredKernel, n: int) -> Tensor:
     """A [..., N, N] in float64; for plain causal ALiBi from one matrix product over heads instead of H softmaxes."""
     plain = kernel.slopes is not None and (kernel.window is None or kernel.window >= n) and not kernel.full
     if not plain or kernel.prefix > 1 or n == 1:
