@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["t"])
+@triton.jit(do_not_specialize=["t", "layers", "tile_rows"])
 @no_type_check  # triton reads the source; a run-time type check would wrap the function
 def whole_kernel(
     a_ptr, offset_ptr, stride_m, stride_n,
@@ -82,7 +82,7 @@ def whole_kernel(
         tl.store(target_ptr + where, new.to(target_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layers", "batch", "queries", "strips"])
 @no_type_check
 def rows_kernel(
     a_ptr, offset_ptr, stride_t, stride_r, stride_c,
@@ -176,7 +176,7 @@ def rows_kernel(
     tl.atomic_or(done_ptr + (t * batch + b) * WORDS + strip // PER_WORD, bit, sem="release", scope="gpu")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layers", "tile_rows"])
 @no_type_check
 def row_scale_kernel(
     a_ptr, offset_ptr, stride_t, stride_r, stride_c, scale_ptr, layers, n, tile_rows,
@@ -196,7 +196,7 @@ def row_scale_kernel(
         cols = c + tl.arange(0, BLOCK_C)
         ok = row_ok[:, None] & (cols < n)[None, :]
         acc += tl.load(a + cols.to(tl.int64)[None, :] * stride_c, mask=ok, other=0.0).to(tl.float32)
-    tl.store(scale_ptr + pair * n + rows, 1.0 / tl.sum(acc, axis=1), mask=row_ok)
+    tl.store(scale_ptr + pair * n + rows, 1.0 / tl.where(row_ok, tl.sum(acc, axis=1), 1.0), mask=row_ok)
 
 
 #: whether triton runs kernels in its interpreter (TRITON_INTERPRET=1 when it was imported), so that CPU tensors work

@@ -68,8 +68,52 @@ class RowsConfig(NamedTuple):
     num_stages: int
 
 
-def whole_config(dtype: torch.dtype, n: int, precision: str = "ieee") -> WholeConfig:
-    """The tile that is used by default for a dtype and length (Hopper)."""
+_HALF_WHOLE = [
+    WholeConfig(128, 128, 64, 4, 3),
+    WholeConfig(128, 128, 64, 8, 4),
+    WholeConfig(128, 256, 64, 8, 3),
+    WholeConfig(256, 128, 64, 8, 3),
+    WholeConfig(128, 128, 32, 4, 4),
+    WholeConfig(64, 128, 64, 4, 4),
+]
+_HALF_ROWS = [
+    RowsConfig(64, 64, 4, 4),
+    RowsConfig(64, 128, 8, 4),
+    RowsConfig(64, 256, 8, 3),
+    RowsConfig(32, 128, 4, 4),
+    RowsConfig(32, 256, 4, 4),
+    RowsConfig(128, 64, 4, 4),
+    RowsConfig(64, 64, 2, 5),
+]
+#: tiles worth trying on a new device, beside the ones that `whole_config` gives
+WHOLE_CANDIDATES = {
+    torch.bfloat16: _HALF_WHOLE,
+    torch.float16: _HALF_WHOLE,
+    torch.float32: [
+        WholeConfig(64, 128, 32, 4, 3),
+        WholeConfig(128, 64, 32, 4, 3),
+        WholeConfig(64, 64, 32, 4, 4),
+        WholeConfig(128, 128, 16, 8, 4),
+        WholeConfig(128, 128, 32, 4, 3),
+    ],
+}
+#: strips worth trying on a new device, beside the ones that `rows_config` gives
+ROWS_CANDIDATES = {
+    torch.bfloat16: _HALF_ROWS,
+    torch.float16: _HALF_ROWS,
+    torch.float32: [
+        RowsConfig(32, 64, 4, 4),
+        RowsConfig(32, 128, 4, 3),
+        RowsConfig(32, 128, 8, 4),
+        RowsConfig(64, 64, 4, 4),
+        RowsConfig(64, 128, 8, 3),
+        RowsConfig(32, 64, 2, 5),
+    ],
+}
+
+
+def whole_config(dtype: torch.dtype, n: int) -> WholeConfig:
+    """The tile that is used by default for a dtype and length."""
     if n <= 256:
         return WholeConfig(64, 64, 32, 4, 3)
     if dtype == torch.float32:
@@ -78,11 +122,11 @@ def whole_config(dtype: torch.dtype, n: int, precision: str = "ieee") -> WholeCo
 
 
 def rows_config(dtype: torch.dtype, n: int, queries: int = 1) -> RowsConfig:
-    """The strip that is used by default for a dtype, length and number of queries (Hopper)."""
-    wide = dtype != torch.float32
+    """The strip that is used by default for a dtype, length and number of queries; 128 bytes of a row of A."""
+    columns = 32 if dtype == torch.float32 else 64
     if queries > 1:
-        return RowsConfig(64 if wide else 32, 64, 4, 3)
-    return RowsConfig(64 if wide else 32, 128, 4, 4)
+        return RowsConfig(columns, 64, 4, 3)
+    return RowsConfig(columns, 128, 4, 4)
 
 
 def available() -> bool:
@@ -210,7 +254,7 @@ def _whole(job: _Job, config: WholeConfig | None) -> Tensor:
     n, dtype, device = flat.shape[-1], flat.dtype, flat.device
     stride_m, stride_n = flat.stride()[-2:]
     precision = _precision(dtype)
-    config = config or whole_config(dtype, n, precision)
+    config = config or whole_config(dtype, n)
 
     # the parts above the diagonal are zero and stay so
     half = dtype != torch.float32
