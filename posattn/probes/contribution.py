@@ -6,19 +6,34 @@ In one layer and one document, source j contributes to the update of target i ex
 
 with A the attention pattern, v the value (bias included) that query head h reads, W_O^h its slice of the output
 projection, m the residual multiplier, and w, s_i the weight and the divisor of the post-attention norm. Σ_j c_ij is the
-attention output a_i up to the output bias. Three kernels [T,N,N] are made of it, averaged over documents:
+attention output a_i up to the output bias. Kernels [T,N,N] are made of it, averaged over documents:
 
-    energy      E[ ‖c_ij‖² / ‖x_j‖² ]              how much a relative change of x_j changes the update of i, squared
+    energy      E[ ‖c_ij‖² / ‖x_j‖² ]              how much a relative change of x_j changes the update of i, squared,
+                                                   through the value of j
+    key         E[ ‖b_ij‖² / ‖x_j‖² ]              the same through the key of j, see below
     projection  E[ max(0, ⟨c_ij, a_i⟩ / ‖a_i‖²) ]  the share of the update that points where the update points
     value_norm  E[ ‖c_ij‖ ]                        Kobayashi et al., arXiv 2004.10102, section 3, over all heads
 
-The last two are normalised row by row, as a rollout needs them; `energy` is not a distribution (see
-`posattn.rollout.energy`). With the values' Gram matrix per source, G_j[h,k] = ⟨v_hj W_O^h, v_kj W_O^k⟩,
+The last two are normalised row by row, as a rollout needs them; the first two are squared gains, no distribution (see
+`posattn.rollout.energy`, which takes their sum). With the values' Gram matrix per source, G_j[h,k] =
+⟨v_hj W_O^h, v_kj W_O^k⟩,
 
     ‖Σ_h A_h,ij v_hj W_O^h‖² = Σ_hk A_h,ij A_k,ij G_j[h,k]
 
 so that no vector c_ij is ever built: N H D numbers and one [N,H] by [H,H] product a source, half of which the causal
 mask saves. `heads="independent"` keeps only h = k, which costs one pass over the pattern.
+
+Through the key, a change of x_j changes the logits by δs_h,ij = scale·⟨q_hi, δk_hj⟩ and the softmax turns that into
+A_h,ij (v_hj − z_hi) W_O^h δs_h,ij, with z_hi the head's mixture of values. Heads are taken as independent and queries
+as having no preferred direction, so that E δs² = scale² ‖q_hi‖² ‖δk_hj‖² / d; and as in `energy`, where the whole value
+answers a relative change of x_j, the part of the key that depends on x_j answers: δk_hj = k_hj − mean_j k_hj over the
+document (most of a key is often one constant vector, which no change of x moves). Hence
+
+    ‖b_ij‖² = Σ_h A_h,ij² ‖(v_hj − z_hi) W_O^h‖² · scale² ‖q_hi‖² ‖k_hj − k̄_h‖² / d
+
+Rotations keep norms; the slope of a soft cap and the attention factor of scaled rotary embeddings are taken as 1.
+
+`cotangent_gains` measures the same gains with random directions instead of the data's own: see there.
 """
 
 from __future__ import annotations
@@ -40,7 +55,7 @@ from posattn.results import Result
 if TYPE_CHECKING:
     import pandas as pd
 
-KINDS = ("energy", "projection", "value_norm")
+KINDS = ("energy", "key", "projection", "value_norm")
 #: how many numbers the value vectors of one chunk of sources may take
 _CHUNK = 2**22
 _SOURCES = 64
@@ -50,18 +65,18 @@ _SOURCES = 64
 class Contributions(Result):
     """Contribution kernels of T layers over N positions, averaged over documents; see the module docstring.
 
-    `kernels` maps "energy" (squared gains), "projection" and "value_norm" (rows sum to 1) to [T,N,N]. `mlp_gain` [T,N]
-    is E ‖m_i‖²/‖y_i‖², the squared size of what the MLP adds against what it reads. What tells an attention sink:
-    `received` [T,N], the attention that position j gets from later positions (mean over those and over heads), with its
-    standard deviation over documents `received_std`, and `value_size` [T,N], the root mean square over heads of
-    ‖v_hj W_O^h‖. `parallel` [T] says in which layers attention and MLP read the same stream. `counts` [N] documents
+    `kernels` maps "energy" and "key" (squared gains), "projection" and "value_norm" (rows sum to 1) to [T,N,N].
+    `mlp_size` [T,N] is E ‖m_i‖²/‖y_i‖², the squared size of what the MLP adds against what it reads. An attention sink
+    is told by `received` [T,N], the attention that position j gets from later positions (mean over those and over
+    heads), with its standard deviation over documents `received_std`, and `value_size` [T,N], the root mean square over
+    heads of ‖v_hj W_O^h‖. `parallel` [T] says in which layers attention and MLP read the same stream. `counts` [N] documents
     reach each position.
     """
 
     kind: ClassVar[str] = "contributions"
 
     kernels: dict[str, Tensor]
-    mlp_gain: Float[Tensor, "t n"]
+    mlp_size: Float[Tensor, "t n"]
     received: Float[Tensor, "t n"]
     received_std: Float[Tensor, "t n"]
     value_size: Float[Tensor, "t n"]
@@ -72,14 +87,26 @@ class Contributions(Result):
 
     @property
     def energy(self) -> Float[Tensor, "t n n"]:
-        """The energy kernels.
+        """The energy kernels: squared gains through the values.
 
         Raises:
             InputError: they were not asked for.
         """
-        if "energy" not in self.kernels:
-            raise InputError(f"no energy kernel was measured, only {', '.join(self.kernels)}")
-        return self.kernels["energy"]
+        return self._kernel("energy")
+
+    @property
+    def gains(self) -> Float[Tensor, "t n n"]:
+        """Squared gains through values and keys together: what the `energy` variant propagates.
+
+        Raises:
+            InputError: one of the two was not asked for.
+        """
+        return self._kernel("energy") + self._kernel("key")
+
+    def _kernel(self, kind: str) -> Tensor:
+        if kind not in self.kernels:
+            raise InputError(f"the {kind} kernel was not measured, only {', '.join(self.kernels)}: add it to `kinds`")
+        return self.kernels[kind]
 
     def to_dataframe(self) -> pd.DataFrame:
         """The last row of every kernel: columns kernel, layer, position, value."""
@@ -88,16 +115,18 @@ class Contributions(Result):
         from posattn.probes.kernel import last_rows
 
         tables = [last_rows(kernel).assign(kernel=name) for name, kernel in self.kernels.items()]
-        return pd.concat(tables, ignore_index=True)[["kernel", "layer", "position", "value"]]
+        return pd.concat(tables, ignore_index=True).reindex(columns=["kernel", "layer", "position", "value"])
 
     def plot(self, ax: Any = None, layer: int = 0, kernel: str = "energy") -> Any:
         """One kernel of one layer as a heat map; energies on a logarithmic scale."""
         from posattn import plotting
 
         values = self.kernels[kernel][layer]
-        if kernel == "energy":
+        if kernel in ("energy", "key"):
             values = values.clamp(min=float(values[values > 0].min()) if bool((values > 0).any()) else 1e-12).log10()
-        title = f"{kernel.replace('_', ' ')} kernel of layer {layer}" + (" (log10)" if kernel == "energy" else "")
+        title = f"{kernel.replace('_', ' ')} kernel of layer {layer}" + (
+            " (log10)" if kernel in ("energy", "key") else ""
+        )
         return plotting.heatmap(plotting.axes(ax), values, x="source position", y="target position", title=title)
 
 
@@ -105,7 +134,7 @@ class ContributionProbe(Probe):
     """Measures the contribution kernels of every layer.
 
     Args:
-        kinds: which kernels to keep: "energy", "projection", "value_norm".
+        kinds: which kernels to keep: "energy", "key", "projection", "value_norm".
         heads: "joint" (exact), or "independent": cross terms between heads are left out of the norms.
     """
 
@@ -122,6 +151,7 @@ class ContributionProbe(Probe):
         self._align = Aligner()
         self._layers: tuple[LayerInfo, ...] = ()
         self._outputs: list[OutputMap] = []
+        self._scales: list[float] = []
         self._allocate(0)
 
     def _allocate(self, layers: int) -> None:
@@ -132,6 +162,8 @@ class ContributionProbe(Probe):
     @property
     def needs(self) -> frozenset[Point]:
         points: set[Point] = {"resid_pre", "attn_out", "mlp_out", "v", "pattern"}
+        if "key" in self.kinds:
+            points |= {"q", "k", "z"}
         if any(output.norm_weight is not None for output in self._outputs):
             points.add("post_scale")
         return frozenset(points)
@@ -147,6 +179,7 @@ class ContributionProbe(Probe):
         self._check_layers(len(self._counts), model)
         self._layers = model.layers
         self._outputs = [model.output_map(t) for t in range(model.n_layers)]
+        self._scales = [model.scheme(t, 2).scale for t in range(model.n_layers)]
         if not self._counts:
             self._allocate(model.n_layers)
 
@@ -179,8 +212,13 @@ class ContributionProbe(Probe):
             x, a, m, v = (pick(record[point]).to(dtype) for point in ("resid_pre", "attn_out", "mlp_out", "v"))
             scale = pick(record["post_scale"]).to(dtype) if output.norm_weight is not None else None
             squares, size = squared_norms(weights, v, output, scale, independent=self.heads == "independent")
+            stream = x.square().sum(-1)
             if "energy" in total:
-                total["energy"][:n, :n] += _ratio(squares, x.square().sum(-1))
+                total["energy"][:n, :n] += _ratio(squares, stream)
+            if "key" in total:
+                q, k, z = (pick(record[point]).to(dtype) for point in ("q", "k", "z"))
+                through = key_norms(weights, q, k - k.mean(0), v, z, output, self._scales[layer], scale)
+                total["key"][:n, :n] += _ratio(through, stream)
             if "value_norm" in total:
                 total["value_norm"][:n, :n] += squares.sqrt()
             if "projection" in total:
@@ -209,13 +247,13 @@ class ContributionProbe(Probe):
             for one in sums:
                 assert one.total is not None
                 mean = one.total.cpu().double() / counts[:, None]
-                layers.append((mean if kind == "energy" else as_distribution(mean)).float())
+                layers.append((mean if kind in ("energy", "key") else as_distribution(mean)).float())
             kernels[kind] = torch.stack(layers)
         facts = torch.stack([moments.mean for moments in self._positions])
         spread = torch.stack([moments.std for moments in self._positions])
         return Contributions(
             kernels=kernels,
-            mlp_gain=facts[:, 0].clone(),
+            mlp_size=facts[:, 0].clone(),
             received=facts[:, 1].clone(),
             received_std=spread[:, 1].clone(),
             value_size=facts[:, 2].clone(),
@@ -230,7 +268,7 @@ class ContributionProbe(Probe):
         if not other.documents:
             return
         if not self.documents:
-            self._layers, self._outputs = other._layers, other._outputs
+            self._layers, self._outputs, self._scales = other._layers, other._outputs, other._scales
             self.load_state(other.state_tensors())
             return
         for kind, sums in self._sums.items():
@@ -302,16 +340,47 @@ def squared_norms(
     return squares, sizes
 
 
+def key_norms(
+    pattern: Float[Tensor, "h n n"],
+    queries: Float[Tensor, "n h d"],
+    key_changes: Float[Tensor, "n k d"],
+    values: Float[Tensor, "n k e"],
+    mixtures: Float[Tensor, "n h e"],
+    output: OutputMap,
+    scale: float,
+    post_scale: Float[Tensor, "n 1"] | None = None,
+) -> Float[Tensor, "n n"]:
+    """‖b_ij‖²: the squared change of target i's update when the key of source j changes by `key_changes`."""
+    repeats = output.weight.shape[0] // values.shape[1]
+    size_q = queries.square().sum(-1).T  # [h,n]
+    size_k = key_changes.square().sum(-1).T.repeat_interleave(repeats, dim=0)
+    metric = through_norm(output.weight.to(values), output)
+    metric = metric @ metric.mT  # [h,e,e]: ‖y W_O^h‖² = y M yᵀ
+    total = pattern.new_zeros(pattern.shape[1:])
+    for head in range(pattern.shape[0]):
+        v, z = values[:, head // repeats], mixtures[:, head]
+        towards = z @ metric[head]
+        apart = ((v @ metric[head]) * v).sum(-1) + (towards * z).sum(-1, keepdim=True) - 2 * towards @ v.T
+        weight = pattern[head].square() * size_q[head, :, None] * size_k[head]
+        total += weight * apart.clamp(min=0)
+    total *= scale**2 / queries.shape[-1]
+    return total if post_scale is None else total / post_scale.square()
+
+
+def through_norm(vectors: Float[Tensor, "*any D"], output: OutputMap) -> Float[Tensor, "*any D"]:
+    """Through the post-norm's weight and the multiplier, but not the norm's divisor."""
+    if output.norm_weight is not None:
+        if output.norm_centres:
+            vectors = vectors - vectors.mean(-1, keepdim=True)
+        vectors = vectors * output.norm_weight.to(vectors)
+    return vectors if output.multiplier == 1.0 else vectors * output.multiplier
+
+
 def value_vectors(values: Float[Tensor, "n k d"], output: OutputMap) -> Float[Tensor, "n h D"]:
     """v_hj W_O^h for every query head, through the post-norm's weight and the multiplier but not its divisor."""
     repeats = output.weight.shape[0] // values.shape[1]
     weight = output.weight.to(values)
-    vectors = torch.einsum("nhd,hdD->nhD", values.repeat_interleave(repeats, dim=1), weight)
-    if output.norm_weight is not None:
-        if output.norm_centres:
-            vectors = vectors - vectors.mean(-1, keepdim=True)
-        vectors = vectors * output.norm_weight.to(values)
-    return vectors if output.multiplier == 1.0 else vectors * output.multiplier
+    return through_norm(torch.einsum("nhd,hdD->nhD", values.repeat_interleave(repeats, dim=1), weight), output)
 
 
 def projections(

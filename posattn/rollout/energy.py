@@ -8,9 +8,9 @@ target i,
     E‖g_j⁽ᵗ⁻¹⁾‖² = Σ_i (δ_ij + K⁽ᵗ⁾[i,j]) E‖g_i⁽ᵗ⁾‖²        (cross terms are taken to vanish)
 
 that is e⁽ᵗ⁻¹⁾ = e⁽ᵗ⁾ (I + K⁽ᵗ⁾), from the last layer to the first, starting at the one-hot row of the query. The
-profile is √e, made a distribution. The residual connection is the I. A token-local MLP with squared gain μ_i (beyond
-the residual connection around it) multiplies: e_i ← e_i (1 + μ_i) before the attention of its block where the two are
-in sequence; in a parallel block, where both read the same stream, its term adds: e ← e (I + diag μ + K).
+profile is √e, made a distribution. The residual connection is the I. A token-local MLP with squared gain γ_i (of the
+stream through it, the residual connection around it included) multiplies: e_i ← γ_i e_i before the attention of its
+block where the two are in sequence; in a parallel block, where both read the same stream, e ← e (diag γ + K).
 
 Two limits fix what the recursion means, and are tests: where path contributions are independent with mean zero, √e *is*
 the root mean square gradient; where they all agree, the plain rollout is exact and this one is not.
@@ -59,7 +59,7 @@ def energy_rollout(
     Args:
         kernels: K [..., T, N, N], squared gains (not rows of a distribution), zero above the diagonal.
         queries: "last", "all", or positions (negative ones count from the end).
-        mlp: squared gains μ [..., T, N] of the token-local MLPs beyond their residual connection; none by default.
+        mlp: squared gains γ [..., T, N] of the token-local MLPs, residual connections included; 1 by default.
         parallel: whether attention and MLP read the same stream, for all layers or one by one. Only matters with `mlp`.
         scale: multiplies every kernel; a number or [T]. 1 is the definition; others are for calibration.
         validate: look for NaN, negative gains and weight above the diagonal.
@@ -90,11 +90,9 @@ def energy_rollout(
     log_scale = torch.zeros(*batch, len(rows), dtype=torch.float64, device=kernels.device)
     for layer in reversed(range(layers)):
         gain = None if mlp is None else mlp[..., layer, None, :].double()
-        after = energy if gain is None or side_by_side[layer] else energy * (1 + gain)
-        through = factors[layer] * (after @ kernels[..., layer, :, :].double())
-        if gain is not None and side_by_side[layer]:
-            through = through + energy * gain
-        energy = after + through
+        kept = energy if gain is None else energy * gain
+        into = energy if side_by_side[layer] else kept  # what attention's Jacobian acts on
+        energy = kept + factors[layer] * (into @ kernels[..., layer, :, :].double())
         total = energy.sum(-1, keepdim=True)
         energy = energy / total
         log_scale = log_scale + total[..., 0].log()
