@@ -34,22 +34,22 @@ for _name in COMMANDS:
     app.command(_name)(getattr(importlib.import_module(f"posattn.commands.{_name}"), _name))
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"posattn {__version__}")
         raise typer.Exit()
+    return wanted
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def posattn(
-    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    # `--debug` is taken out by `main`, and stands here for the help page
+    del debug, version
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     # `--debug` is understood before and after the command's name
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
         code = app(arguments, standalone_mode=False, prog_name="posattn")
         return code if isinstance(code, int) else 0

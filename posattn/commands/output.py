@@ -47,6 +47,7 @@ def is_result(folder: Path) -> bool:
 def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     """A temporary folder beside `out` that takes its place when the block ends, and vanishes when it raises."""
     check_target(out, overwrite)
+    made = [parent for parent in out.parents if not parent.exists()]  # innermost first
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -65,6 +66,9 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
             os.replace(fresh, out)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # it is in use: the results are in there
+                parent.rmdir()
 
 
 def _umask() -> int:
@@ -97,6 +101,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def say(message: str, quiet: bool = False) -> None:

@@ -61,7 +61,10 @@ def load_model(
             raise InputError("device and dtype are for loading: move a live model yourself before handing it over")
         return as_model(source)
     name = os.fspath(source)
-    place = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InputError(f"unknown device {str(device)!r}: say cpu, cuda, cuda:1 or mps") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {place} was asked for, but PyTorch finds no CUDA device")
     number = _dtype(dtype, place)
@@ -354,7 +357,7 @@ def _live_bridge(bridge: Any) -> Model:
     model = BridgeModel(bridge)
     if _is_falcon_alibi(bridge.original_model) and _counts_alibi_twice(model):
         raise UnsupportedModelError(
-            f"{model.name}: {_TWICE}. Let posattn.load_model load it, which mends this, or hand over the transformers model"
+            f"{model.name}: {_TWICE}. Let posattn.load_model load it, which mends this"
         )
     return model
 

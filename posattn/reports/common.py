@@ -38,8 +38,10 @@ def subtitle(provenance: Mapping[str, Any]) -> str:
 
 def footer(provenance: Mapping[str, Any]) -> str:
     version = (provenance.get("versions") or {}).get("posattn", "")
-    return f"Made by posattn {version}. The numbers behind every figure are in summary.json, the .csv files and "
-    "arrays.safetensors beside this page."
+    return (
+        f"Made by posattn {version}. The numbers behind every figure are in summary.json, the .csv files and "
+        "arrays.safetensors beside this page."
+    )
 
 
 def warnings_section(summary: Mapping[str, Any]) -> Section | None:

@@ -203,8 +203,10 @@ def first_position(summary: Summary) -> Finding | None:
     influence = summary.get("influence")
     if influence:
         text += f" The measured influence gives that position {influence[0]:.1%}."
-    sure = "A rollout counts attention weight whatever the value vectors carry; compare the shapes without the "
-    "first position."
+    sure = (
+        "A rollout counts attention weight whatever the value vectors carry; compare the shapes without the first "
+        "position."
+    )
     if sinks := summary.get("first_position_attention"):
         top = max(sinks)
         sure = (
@@ -258,8 +260,10 @@ def massive_activations(summary: Summary) -> Finding | None:
         f"{MASSIVE:.0f} times smaller than "
         f"the token-wise one (layer {worst}: {mixing['frobenius'][worst]:.4f} against {mixing['token'][worst]:.3f})."
     )
-    sure = "The Frobenius figure then describes a single position, the token-wise one the typical position; "
-    "profiles here use token-wise."
+    sure = (
+        "The Frobenius figure then describes a single position, the token-wise one the typical position; profiles "
+        "here use token-wise."
+    )
     if shares := mixing.get("largest_position_share"):
         sure = (
             f"One position holds {shares[worst]:.0%} of the squared norm of the residual stream there, on average over "

@@ -145,7 +145,7 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
         layout = charts.axes(
             "input position",
             "share of influence",
-            yaxis={"tickformat": ".2~%", "rangemode": "tozero"},
+            yaxis={"tickformat": ".4~%", "rangemode": "tozero"},
             xaxis={"range": [0, length - 1]},
         )
         return {"traces": traces, "layout": layout}
@@ -250,8 +250,10 @@ def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
         yaxis={"rangemode": "tozero"},
         xaxis={"dtick": max(1, len(layers) // 12), "range": [-0.5, len(layers) - 0.5]},
     )
-    words = f"Token-wise λ from {min(token):.2f} to {max(token):.2f} over {len(token)} layers; Frobenius from "
-    f"{min(frobenius):.3f} to {max(frobenius):.3f}."
+    words = (
+        f"Token-wise λ from {min(token):.2f} to {max(token):.2f} over {len(token)} layers; Frobenius from "
+        f"{min(frobenius):.3f} to {max(frobenius):.3f}."
+    )
     blocks: list[Block] = [
         Chart(
             "mixing-chart",

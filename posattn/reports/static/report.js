@@ -106,7 +106,9 @@
         for (let power = -14; power <= 6; power++) [1, 2, 5].forEach((digit) => logTicks.push(Number(`${digit}e${power}`)));
         const values = view.traces.filter((trace) => trace.meta !== "band").flatMap((trace) => trace[this.data.log]).filter((value) => value > 0);
         const decades = Math.log10(Math.max(...values) / Math.min(...values));
-        axis.tickvals = decades > 3 ? logTicks.filter((_, index) => index % 3 === 0) : logTicks;
+        axis.tickvals = decades > 2 ? logTicks.filter((_, index) => index % 3 === 0) : logTicks;
+        /* a curve that collapses would squeeze all others flat: at most four decades below the top */
+        if (decades > 4) axis.range = [Math.log10(Math.max(...values)) - 4, Math.log10(Math.max(...values)) + 0.15];
       }
       view.traces.forEach((trace) => { if (trace.power) { trace.customdata = trace.z.map((row) => row.map((cell) => (cell === null ? null : 10 ** cell))); delete trace.power; } });
       if (width < 500) view.traces.forEach((trace) => { if (trace.colorbar) trace.colorbar.thickness = 10; });

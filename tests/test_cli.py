@@ -1,0 +1,319 @@
+"""The command line: light to start, one line for what the caller got wrong, folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posattn.cli import COMMANDS, main
+from posattn.commands.output import new_folder
+from posattn.errors import InputError
+from posattn.reports.write import read_folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a byte tokenizer, as a transformers folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.families import tiny
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    tiny("llama", vocab_size=300).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={token: i + 3 for i, token in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog. " * 40, "utf-8")
+    return path
+
+
+SMALL = ["--length", "24", "--samples", "5", "--batch-size", "2"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """Runs a command that must fail with exit code 2 and one line on stderr; returns the line."""
+    code = main([*arguments, "--quiet"] if arguments and arguments[0] in COMMANDS else arguments)
+    captured = capsys.readouterr()
+    assert code == 2, captured.err
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("posattn: ")
+    assert captured.out == ""
+    return lines[0]
+
+
+# ---- starting ----------------------------------------------------------------------------------------------------
+
+
+def test_help_answers_at_once() -> None:
+    def seconds() -> float:
+        # processor time, not the clock: other tests run at the same time
+        before = os.times()
+        done = subprocess.run([sys.executable, "-m", "posattn", "--help"], capture_output=True, text=True, check=True)
+        after = os.times()
+        assert "profile" in done.stdout
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_nothing_heavy_is_imported_for_help(arguments: list[str]) -> None:
+    program = (
+        "import sys; from posattn.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'numpy', 'pandas', 'transformers', 'transformer_lens', 'matplotlib', 'scipy', 'jinja2', "
+        "'rich'}; "
+        "found = heavy & set(sys.modules); assert not found, found; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from posattn import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"posattn {__version__}\n"
+
+
+# ---- the main job ------------------------------------------------------------------------------------------------
+
+
+def test_profile_writes_everything_it_promises(
+    tiny_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["profile", str(tiny_folder), "--text", str(text_file), "--out", str(out), "--per-head", *SMALL]) == 0
+    captured = capsys.readouterr()
+    assert str(out / "report.html") in captured.out.splitlines()[-1]
+    assert len(captured.out.splitlines()) <= 5
+    summary = json.loads((out / "summary.json").read_text("utf-8"))
+    assert summary["command"] == "profile"
+    assert {"schema", "provenance", "mixing", "profiles", "influence", "comparison", "shape", "warnings"} <= set(
+        summary
+    )
+    assert {"residual", "attention_only", "half", "energy"} <= set(summary["profiles"])
+    for curve in [summary["influence"], *summary["profiles"].values()]:
+        assert len(curve) == 24
+        assert sum(curve) == pytest.approx(1, abs=1e-5)
+    assert set(summary["comparison"]) == {*summary["profiles"], "uniform"}
+    for distances in summary["comparison"].values():
+        assert set(distances) == {"wasserstein", "spearman", "total_variation"}
+    assert "without_first" in summary["shape"]["influence"]
+    assert summary["provenance"]["tokens"]["documents"] == 5
+    _, arrays = read_folder(out)
+    assert arrays["kernels"].shape == (3, 4, 24, 24)
+    for name in ("report.html", "mixing.csv", "profiles.csv", "comparison.csv", "shapes.csv"):
+        assert (out / name).stat().st_size > 100
+    for figure in ("profiles", "mixing", "kernels"):
+        assert (out / "figures" / f"{figure}.pdf").read_bytes().startswith(b"%PDF")
+        assert (out / "figures" / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_batch_size_does_not_change_the_numbers(tiny_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    found = []
+    for size in ("1", "5"):
+        out = tmp_path / size
+        arguments = ["--length", "24", "--samples", "5", "--batch-size", size, "--quiet"]
+        assert main(["profile", str(tiny_folder), "--text", str(text_file), "--out", str(out), *arguments]) == 0
+        found.append(json.loads((out / "summary.json").read_text("utf-8")))
+    for key in ("token", "frobenius"):
+        assert found[0]["mixing"][key] == pytest.approx(found[1]["mixing"][key], abs=1e-6)
+    assert found[0]["influence"] == pytest.approx(found[1]["influence"], abs=1e-6)
+
+
+def test_without_influence_the_predictions_are_marked_untested(
+    tiny_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = ["--text", str(text_file), "--out", str(out), "--no-influence", "--quiet", *SMALL]
+    assert main(["profile", str(tiny_folder), *arguments]) == 0
+    assert capsys.readouterr().err == ""
+    summary = json.loads((out / "summary.json").read_text("utf-8"))
+    assert summary["influence"] is None
+    assert "stand untested" in (out / "report.html").read_text("utf-8")
+
+
+# ---- what the caller got wrong -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["profil"], "No such command"),
+        (["profile"], "MODEL"),
+        (["profile", "bundled:bytes", "--length", "1"], "--length"),
+        (["profile", "bundled:bytes", "--samples", "0"], "--samples"),
+        (["profile", "bundled:bytes", "--samples", "many"], "--samples"),
+        (["profile", "bundled:bytes", "--nonsense"], "--nonsense"),
+        (["profile", "bundled:nothing"], "bundled"),
+        (["profile", "nobody/no-such-model"], "no-such-model"),
+        (["profile", "/nowhere/model.gguf"], "/nowhere/model.gguf"),
+        (["profile", "/nowhere/folder"], "/nowhere/folder"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says.lower() in refused(capsys, arguments).lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--text", "/nowhere/text.txt"], "no such file"),
+        (["--text", "{empty}"], "empty"),
+        (["--length", "64", "--text", "{short}"], "shorter than the length"),
+        (["--length", "65", "--text", "{text}"], "beyond the model's context of 64"),
+        (["--method", "magic", "--text", "{text}"], "unknown method"),
+        (["--target", "best", "--text", "{text}"], "target"),
+        (["--device", "abacus", "--text", "{text}"], "abacus"),
+        (["--dtype", "float7", "--text", "{text}"], "float7"),
+        (["--resume", "--text", "{text}"], "checkpoint"),
+        (["--bos", "--text", "{text}"], "no BOS token"),
+        (["--checkpoint", "{broken}", "--resume", "--text", "{text}"], "truncated or not a posattn file"),
+        (["--out", "{text}", "--text", "{text}"], "is a file"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_leave_no_folder(
+    tiny_folder: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    says: str,
+) -> None:
+    files = {name: tmp_path / f"{name}.txt" for name in ("empty", "short", "broken")}
+    files["empty"].write_text("")
+    files["short"].write_text("too short")
+    files["broken"].write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{half a header")
+    options = [option.format(**files, text=text_file) for option in options]
+    out = [] if "--out" in options else ["--out", str(tmp_path / "run")]
+    before = sorted(tmp_path.iterdir())
+    line = refused(capsys, ["profile", str(tiny_folder), *SMALL, *options, *out])
+    assert says in line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_config_out_of_range_is_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
+    refused(capsys, ["profile", str(folder), *SMALL, "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+def test_results_are_not_overwritten_unless_asked(
+    tiny_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    command = ["profile", str(tiny_folder), "--text", str(text_file), "--out", str(out), "--no-influence", *SMALL]
+    assert main([*command, "--quiet"]) == 0
+    first = (out / "summary.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert "--overwrite" in refused(capsys, command)
+    assert (out / "summary.json").stat().st_mtime_ns == first
+    assert main([*command, "--quiet", "--overwrite"]) == 0
+    assert (out / "summary.json").stat().st_mtime_ns > first
+
+
+def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "chapter1.tex").write_text("years of work")
+    line = refused(capsys, ["profile", "bundled:bytes", "--out", str(out), "--overwrite"])
+    assert "not overwritten" in line
+    assert (out / "chapter1.tex").read_text() == "years of work"
+
+
+def test_a_fault_of_ours_is_exit_1_and_its_traceback_is_for_the_asking(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import posattn.commands.output as output
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug\nof two lines")
+
+    monkeypatch.setattr(output, "check_target", broken)
+    command = ["profile", "bundled:bytes", "--out", str(tmp_path / "run")]
+    assert main(command) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines == ["posattn: internal error, RuntimeError: a bug of two lines (--debug shows where)"]
+    assert main([*command, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import posattn.models.loading as loading
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "load_model", interrupted)
+    assert main(["profile", "bundled:bytes", "--out", str(tmp_path / "run")]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- folders -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "run"
+
+    def fill(folder: Path) -> None:
+        (folder / "half").write_text("half")
+        assert not out.exists()
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"), new_folder(out, overwrite=False) as folder:
+        fill(folder)
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(out, overwrite=False) as folder:
+        (folder / "summary.json").write_text('{"schema": 1, "command": "profile"}')
+    assert [path.name for path in out.iterdir()] == ["summary.json"]
+    assert os.stat(out).st_mode & 0o055  # as readable as any other new folder
+
+
+def test_a_run_that_fails_keeps_the_results_that_it_was_to_replace(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "summary.json").write_text('{"schema": 1, "command": "profile", "old": true}')
+    with pytest.raises(RuntimeError), new_folder(out, overwrite=True):
+        raise RuntimeError
+    assert "old" in (out / "summary.json").read_text()
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"), new_folder(tmp_path / "file" / "run", overwrite=False):
+        pass
