@@ -160,7 +160,7 @@ def test_leading_dimensions_broadcast() -> None:
 
 
 def test_what_lies_above_the_diagonal_blocks_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "_block", lambda n, device: 8)
+    monkeypatch.setattr(fast, "_block", lambda n, device: (8, 8))
     for start in (1, 1000):  # the loop over entries, the batched products
         monkeypatch.setattr(fast, "_LOOP_FROM", start)
         lam, a = make(Case((2,), 4, 30, "contiguous", "random"), torch.float32)
@@ -175,7 +175,7 @@ def test_what_lies_above_the_diagonal_blocks_is_never_read(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_gradients(batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "_block", lambda n, device: 2)
+    monkeypatch.setattr(fast, "_block", lambda n, device: (2, 3))
     layers, n = 2, 4
     lam, a = make(Case(batch, layers, n, "contiguous", "random"), torch.float64)
     lam.requires_grad_()

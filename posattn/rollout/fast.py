@@ -91,11 +91,12 @@ def _spans(n: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, n)
 
 
-def _block(n: int, device: torch.device) -> int:
-    """Edge of a block: small enough that little lies above the diagonal, big enough that products stay efficient."""
+def _block(n: int, device: torch.device) -> tuple[int, int]:
+    """Rows and columns of a block: few enough that little lies above the diagonal, enough for efficient products."""
     if device.type == "cpu":
-        return 128 if n < 768 else 256
-    return max(256, -(-n // 8))
+        return 128, 192
+    edge = max(256, -(-n // 8))
+    return edge, edge
 
 
 def _layer(kernels: Tensor, t: int) -> Tensor:
@@ -147,10 +148,10 @@ def _step(p: Tensor, a: Tensor, lam: float, out: Tensor, first: bool) -> None:
         torch.mul(a, lam, out=out) if a.dtype == out.dtype else out.copy_(a).mul_(lam)
         out.diagonal().add_(1.0 - lam)
         return
-    size = _block(n, p.device)
-    for r0, r1 in _spans(n, size):
+    height, width = _block(n, p.device)
+    for r0, r1 in _spans(n, height):
         strip = a[r0:r1, :r1].to(out.dtype)
-        for c0, c1 in _spans(r1, size):
+        for c0, c1 in _spans(r1, width):
             torch.addmm(
                 p[r0:r1, c0:c1], strip[:, c0:], p[c0:r1, c0:c1], beta=1.0 - lam, alpha=lam, out=out[r0:r1, c0:c1]
             )
@@ -159,11 +160,11 @@ def _step(p: Tensor, a: Tensor, lam: float, out: Tensor, first: bool) -> None:
 def _batched_step(p: Tensor, a: Tensor, lam: Tensor, out: Tensor) -> None:
     """out = (1-λ) p + λ a p on and below the diagonal; p, a, out [B, N, N], λ [B]."""
     n = p.shape[-1]
-    size = _block(n, p.device)
+    height, width = _block(n, p.device)
     weight = lam[:, None, None]
-    for r0, r1 in _spans(n, size):
+    for r0, r1 in _spans(n, height):
         strip = a[:, r0:r1, :r1].to(out.dtype)
-        for c0, c1 in _spans(r1, size):
+        for c0, c1 in _spans(r1, width):
             product = torch.bmm(strip[:, :, c0:], p[:, c0:r1, c0:c1])
             out[:, r0:r1, c0:c1] = torch.lerp(p[:, r0:r1, c0:c1], product, weight)
 
@@ -188,19 +189,19 @@ class _Whole(torch.autograd.Function):
         grad_a = torch.zeros(lam.shape[0], layers, n, n, dtype=kernels.dtype, device=kernels.device)
         grad_lam = torch.empty_like(lam)
         g = grad[:, layers].tril()
-        size = _block(n, kernels.device)
+        height, width = _block(n, kernels.device)
         for t in range(layers - 1, -1, -1):
             a, before = _layer(kernels, t), p[:, t]
             weight = lam[:, t, None, None]
             dot = -(g * before).sum((-2, -1))
             following = torch.zeros_like(g)
-            for r0, r1 in _spans(n, size):
+            for r0, r1 in _spans(n, height):
                 strip = a[:, r0:r1, :r1].to(g.dtype)
                 down = a[:, r0:, r0:r1].to(g.dtype).mT
-                for c0, c1 in _spans(r1, size):
+                for c0, c1 in _spans(r1, width):
                     w = torch.bmm(g[:, r0:r1, :c1], before[:, c0:c1, :c1].mT)
-                    if c0 == r0:
-                        w = w.tril()
+                    if c1 > r0:
+                        w = w.tril(diagonal=r0 - c0)
                     dot += (strip[:, :, c0:c1] * w).sum((-2, -1))
                     grad_a[:, t, r0:r1, c0:c1] = weight * w
                     following[:, r0:r1, c0:c1] = torch.bmm(down, g[:, r0:, c0:c1])
@@ -249,7 +250,7 @@ def _rows(mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool = False) ->
             product = a[:, rows, :n].to(v.dtype)
         else:
             product = torch.zeros_like(v)
-            for r0, r1 in _spans(n, _block(n, v.device)):
+            for r0, r1 in _spans(n, _block(n, v.device)[0]):
                 product[..., :r1] += torch.bmm(v[..., r0:r1], a[:, r0:r1, :r1].to(v.dtype))
         v = torch.lerp(v, product, lam[:, t, None, None])
         keep(t, slice(None), v)
@@ -279,7 +280,7 @@ def _vector_product(v: Tensor, a: Tensor) -> Tensor:
     vector, total = v.numpy(), out.numpy()
     narrow = a.dtype != v.dtype
     matrix = None if narrow else a.detach().numpy()
-    size = 64 if narrow else max(128, -(-n // 32))
+    size = 64 if narrow else 128 if n < 1024 else 256
     for r0, r1 in _spans(n, size):
         block = a[r0:r1, :r1].to(v.dtype).numpy() if matrix is None else matrix[r0:r1, :r1]
         total[:r1] += vector[r0:r1] @ block
@@ -305,7 +306,7 @@ class _Rows(torch.autograd.Function):
         g = grad.reshape(-1, *grad.shape[-2:])
         grad_a = torch.zeros(lam.shape[0], layers, n, n, dtype=kernels.dtype, device=kernels.device)
         grad_lam = torch.empty_like(lam)
-        size = _block(n, kernels.device)
+        size, _ = _block(n, kernels.device)
         for t in range(layers):  # v_t = (1-λ_t) v_{t+1} + λ_t v_{t+1} A_t, so the gradient goes up the layers
             a, above = _layer(kernels, t), v[:, t + 1]
             weight = lam[:, t, None, None]
