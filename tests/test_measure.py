@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posattn.errors import CheckpointError, InputError, NothingMeasuredError
+from posattn.errors import CheckpointError, InputError, NothingMeasuredError, SelfCheckError
 from posattn.probes.measure import Measurement, measure
 from posattn.probes.mixing import MixingProbe
 from posattn.results import read_tensors, write_tensors
@@ -39,6 +39,22 @@ def test_measure_is_the_session_over_all_batches() -> None:
     assert facts["tokens"]["documents"] == 7
     assert facts["kernel_rows"].startswith("renormalised")
     assert facts["versions"]["torch"]
+
+
+def test_the_first_documents_are_checked() -> None:
+    class Lying(Toy):
+        def observe(self, points, observer, layers=None):
+            def show(layer, record, batch):
+                wrong = {"attn_out": record["attn_out"] * 1.5} if "attn_out" in record and layer == 1 else {}
+                observer(layer, {**record, **wrong}, batch)
+
+            return super().observe(points, show, layers)
+
+    result = measure(Toy(), _tokens(3, 6), progress=False)
+    assert result.provenance["self_check"]
+    with pytest.raises(SelfCheckError, match="layer 1"):
+        measure(Lying(), _tokens(3, 6), progress=False)
+    assert measure(Lying(), _tokens(3, 6), progress=False, check=False).provenance["self_check"] is None
 
 
 def test_padded_tokens_are_measured_like_unpadded_ones() -> None:

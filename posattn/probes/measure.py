@@ -99,7 +99,7 @@ def measure(
         resume: go on from the checkpoint if it exists (a missing one means: start from the beginning).
         progress: show a progress bar on stderr.
         probes: further probes to run along; read them with `probe.result(model)` afterwards.
-        check: verify on the first batch that the hooks see what the model computes.
+        check: verify on the first two documents that the hooks see what the model computes.
 
     Raises:
         CheckpointError: the checkpoint is unreadable, or belongs to another model, other tokens or other settings.
@@ -118,11 +118,13 @@ def measure(
     path = None if checkpoint is None else Path(checkpoint)
     done = _resume(path, resume, session.probes, identity)
 
+    checked = None
     if check and done < tokens.documents:
         from posattn.models.check import self_check
 
-        first = next(tokens.batches(start=done))
-        self_check(model, first.tokens.to(model.device), None if first.mask is None else first.mask.to(model.device))
+        # two documents say what a whole batch would, for less memory: the check keeps more than a measurement does
+        ids, mask = next(tokens.batches(batch_size=2, start=done))
+        checked = self_check(model, ids.to(model.device), None if mask is None else mask.to(model.device))
 
     with session, torch.no_grad(), _bar(tokens.documents, done, model.name, progress) as advance:
         for number, (ids, mask) in enumerate(tokens.batches(start=done), start=1):
@@ -136,7 +138,7 @@ def measure(
         tokens=tokens.describe(),
         seed=tokens.facts.get("seed"),
         per_head=per_head,
-        checked=check,
+        self_check=checked,
     )
     return measurement(session, facts)
 

@@ -126,6 +126,6 @@ def as_a_model(model: Any) -> Model:
     """`model` itself, or the live object seen as one."""
     if isinstance(model, Model):
         return model
-    from posattn.models import as_model
+    from posattn.models.loading import as_model
 
     return as_model(model)
