@@ -12,6 +12,7 @@ import torch
 from posattn.errors import DataError, InputError, SelfCheckError, UnsupportedModelError
 from posattn.heads import score_heads
 from posattn.heads.crosslogits import visible_from
+from posattn.heads.documents import seen
 from posattn.models.base import Model
 from posattn.tokens import Tokens
 
@@ -45,14 +46,10 @@ KEYS = [
 
 
 def bridged(name: str, dtype: torch.dtype = torch.float32, prepare=None, **overrides) -> Model:
-    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-
-    from posattn.models.bridge import BridgeModel
-
-    m = families.tiny(name, attn_implementation="eager", **overrides).to(dtype)
+    module = families.tiny(name, **overrides).to(dtype)
     if prepare is not None:
-        prepare(m)
-    return BridgeModel(build_bridge_from_module(m, type(m).__name__, hf_config=m.config))
+        prepare(module)
+    return seen(module)
 
 
 @contextmanager

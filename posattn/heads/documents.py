@@ -30,7 +30,7 @@ def seen(model: Any) -> Model:
     return as_model(model)
 
 
-def as_documents(tokens: Tokens | Tensor | Sequence[Tensor]) -> list[Int[Tensor, "n"]]:
+def as_documents(tokens: Any) -> list[Int[Tensor, "n"]]:
     """The real tokens of every document, one vector each.
 
     Raises:
@@ -42,8 +42,8 @@ def as_documents(tokens: Tokens | Tensor | Sequence[Tensor]) -> list[Int[Tensor,
         rows = [row if mask is None else row[mask] for row, mask in zip(tokens.tokens, masks, strict=True)]
     elif isinstance(tokens, Tensor):
         rows = list(tokens if tokens.dim() == 2 else tokens.unsqueeze(0))
-    else:
-        rows = [torch.as_tensor(row) for row in tokens]
+    else:  # a binding task, or vectors
+        rows = [torch.as_tensor(row) for row in getattr(tokens, "documents", tokens)]
     if not rows:
         raise DataError("no documents: nothing to score")
     for index, row in enumerate(rows):
@@ -52,6 +52,20 @@ def as_documents(tokens: Tokens | Tensor | Sequence[Tensor]) -> list[Int[Tensor,
         if not len(row):
             raise DataError(f"document {index} has no tokens")
     return rows
+
+
+def run_facts(model: Model, tokens: Any, **more: Any) -> dict[str, Any]:
+    """What a result says about its origin, for `results.provenance`."""
+    describe = getattr(tokens, "describe", None)
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        "processing": model.processing,
+        "tokens": describe() if describe is not None else {"source": "tensor"},
+        "device": str(model.device),
+        "dtype": str(model.dtype),
+        **more,
+    }
 
 
 def batches(

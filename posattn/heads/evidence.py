@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from posattn.errors import DataError
-from posattn.heads.documents import as_documents, batches, fresh, seen
+from posattn.heads.documents import as_documents, batches, fresh, run_facts, seen
 from posattn.models.base import Batch, Model
 from posattn.results import Provenance, Result, provenance
 
@@ -197,7 +197,7 @@ def measure_evidence(
             model(batch_tokens.to(model.device))
     if repeats:
         add_repeated_text(counter, model, shared_first(documents, model), period, repeats, seed)
-    return counter.result({"model": model.name, "revision": model.revision, "seed": seed})
+    return counter.result(run_facts(model, tokens, seed=seed))
 
 
 def shared_first(documents: list[Tensor], model: Model) -> int | None:

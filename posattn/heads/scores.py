@@ -34,7 +34,7 @@ from torch import Tensor
 from posattn.errors import InputError, SelfCheckError
 from posattn.heads.blocks import Blocks, as_blocks, token_scores
 from posattn.heads.crosslogits import Moved, check_movable, move_query, split_frequencies
-from posattn.heads.documents import Queries, as_documents, batches, check_varied, choose_queries, fresh, seen
+from posattn.heads.documents import Queries, as_documents, batches, check_varied, choose_queries, fresh, run_facts, seen
 from posattn.heads.evidence import EvidenceCounter, HeadEvidence, add_repeated_text, measure_evidence, shared_first
 from posattn.heads.exact import Exact, exact
 from posattn.heads.swaps import TAU, swap_scores
@@ -325,31 +325,22 @@ def score_heads(
     if level == "keys":  # before any work: a model whose keys cannot be moved
         for layer in range(model.n_layers):
             check_movable(model.scheme(layer, 3), layer)
-    facts = {"tokens": tokens.describe() if hasattr(tokens, "describe") else {"source": "tensor"}}
     if blocks is None and level == "tokens":
         blocks = getattr(tokens, "blocks", None)
     if queries == "last":
         queries = getattr(tokens, "queries", queries)
-    documents = as_documents(getattr(tokens, "documents", tokens) if not isinstance(tokens, Tokens) else tokens)
+    documents = as_documents(tokens)
     chosen = _choose(queries, documents, seed)
     for index, (row, positions) in enumerate(zip(documents, chosen, strict=True)):
         check_varied(row, positions[-1], index, model.tokenizer)
-    facts.update(
-        model=model.name,
-        revision=model.revision,
-        processing=model.processing,
-        seed=seed,
-        device=str(model.device),
-        dtype=str(model.dtype),
-        scores={"level": level, "tau": tau, "bootstrap": bootstrap},
-    )
+    settings: dict[str, Any] = {"level": level, "tau": tau, "bootstrap": bootstrap}
     optional: dict[str, Any] = {}
     if level == "keys":
         run = _score_keys(model, documents, chosen, tau, limit, per_frequency, companions, evidence, batch_size, seed)
         values, optional = run
     else:
         layout = as_blocks(blocks, documents, chosen)
-        facts["scores"].update(blocks=[len(b) for b in layout], max_swaps=max_swaps)
+        settings.update(blocks=[len(b) for b in layout], max_swaps=max_swaps)
         values = token_scores(model, documents, layout, chosen, tau, limit, batch_size, max_swaps, seed)
         if evidence:
             optional["evidence"] = measure_evidence(model, documents, batch_size=batch_size, seed=seed)
@@ -371,7 +362,7 @@ def score_heads(
         queries=tuple(tuple(positions) for positions in chosen),
         confidence=confidence,
         interval_over=over,
-        provenance=provenance(**facts),
+        provenance=provenance(**run_facts(model, tokens, seed=seed, scores=settings)),
         **optional,
     )
 
@@ -414,7 +405,7 @@ def _score_keys(
     optional: dict[str, Any] = {}
     if counter is not None:
         add_repeated_text(counter, model, shared_first(documents, model), 64, 4, seed)
-        optional["evidence"] = counter.result({"model": model.name, "revision": model.revision, "seed": seed})
+        optional["evidence"] = counter.result(run_facts(model, None, seed=seed))
     if companions:
         optional["exact"] = {name: torch.stack([v[name].mean(0) for v in run.values]).mean(0) for name in _EXACT}
         optional["distance_share"], optional["distance_share_chance"] = run.distance_share()
