@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -140,7 +140,7 @@ class ContributionProbe(Probe):
 
     name: ClassVar[str] = "contribution"
 
-    def __init__(self, kinds: tuple[str, ...] = KINDS, heads: Literal["joint", "independent"] = "joint") -> None:
+    def __init__(self, kinds: tuple[str, ...] = KINDS, heads: str = "joint") -> None:
         unknown = [kind for kind in kinds if kind not in KINDS]
         if unknown or not kinds:
             raise InputError(f"kinds must be some of {', '.join(KINDS)}, not {kinds}")

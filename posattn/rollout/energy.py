@@ -46,10 +46,10 @@ class EnergyRollout(Rollout):
 
 
 def energy_rollout(
-    kernels: Float[Tensor, "*batch layers n n"],
+    kernels: Float[Tensor, "*batch layers n m"],
     queries: str | int | Sequence[int] | Tensor = "last",
     *,
-    mlp: Float[Tensor, "*#batch layers n"] | None = None,
+    mlp: Float[Tensor, "..."] | None = None,
     parallel: bool | Sequence[bool] = False,
     scale: Any = 1.0,
     validate: bool = True,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -28,8 +27,6 @@ from torch import Tensor
 from posattn.errors import InputError
 from posattn.rollout.dense import rollout
 from posattn.rollout.energy import energy_rollout
-
-Sink = Literal["keep", "renormalise", "no-op"]
 
 #: what each variant is, in words
 VARIANTS: dict[str, str] = {
@@ -84,7 +81,7 @@ def find_sinks(
 
 
 def apply_sink(
-    kernels: Float[Tensor, "*batch t n n"], where: Bool[Tensor, "t n"], sink: Sink = "keep"
+    kernels: Float[Tensor, "*batch t n n"], where: Bool[Tensor, "t n"], sink: str = "keep"
 ) -> Float[Tensor, "*batch t n n"]:
     """Kernels with the sinks' mass kept, returned to the diagonal ("no-op"), or given to the other sources in
     proportion ("renormalise"; a row that has no other source keeps to itself). A sink's own row is left as it is.
@@ -194,11 +191,12 @@ def calibrate(
     `fit` and `judge` are measured influences of two disjoint halves of the documents: the figure that counts is
     `judged`. The factor is searched on a logarithmic grid and then once more around the best of it.
     """
-    grid = torch.logspace(torch.tensor(low).log10().item(), torch.tensor(high).log10().item(), steps).tolist()
-    best = min(grid, key=lambda factor: area(curve(factor), fit))
     ratio = (high / low) ** (1 / (steps - 1))
-    finer = [best * ratio ** (k / 4) for k in range(-4, 5)]
-    best = min(finer, key=lambda factor: area(curve(factor), fit))
+    grid = [low * ratio**k for k in range(steps)]
+    for _ in range(4):
+        best = min(grid, key=lambda factor: area(curve(factor), fit))
+        grid = [best * ratio ** (k / 4) for k in range(-4, 5)]
+        ratio = ratio**0.25
     profile = curve(best)
     return Calibration(factor=best, fitted=area(profile, fit), judged=area(profile, judge), profile=profile)
 
