@@ -267,3 +267,17 @@ def tokens(batch: int = 2, length: int = 12, seed: int = 0) -> torch.Tensor:
 def names(*, without: tuple[str, ...] = ()) -> list[str]:
     """The family names, for `pytest.mark.parametrize`."""
     return [name for name in FAMILIES if name not in without]
+
+
+def assert_output_map(output: Any, values: Any, atol: float = 2e-5) -> None:
+    """z through an `OutputMap` is attn_out (values: z, attn_out and, with a post-norm, post_scale)."""
+    out = torch.einsum("bnhd,hde->bne", values["z"], output.weight)
+    if output.bias is not None:
+        out = out + output.bias
+    if output.norm_weight is not None:
+        if output.norm_centres:
+            out = out - out.mean(-1, keepdim=True)
+        out = out / values["post_scale"] * output.norm_weight
+        if output.norm_bias is not None:
+            out = out + output.norm_bias
+    torch.testing.assert_close(out * output.multiplier, values["attn_out"], rtol=0, atol=atol)

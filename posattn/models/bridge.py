@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from posattn.errors import InputError, UnsupportedModelError
+from posattn.errors import HookError, InputError, UnsupportedModelError
 from posattn.models._reading import original, scheme_of, text_config
 from posattn.models._taps import (
     PassWatch,
@@ -203,6 +203,9 @@ class BridgeModel(TappedModel):
     def _watch(self, watch: PassWatch, handles: list[Any]) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             tokens = keywords.get("input_ids", args[0] if args else None)
+            for cache in (keywords.get("past_key_values"), keywords.get("cache")):
+                if cache is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length() > 0:
+                    raise HookError(f"{self.name} was called with cached keys: only whole sequences can be measured")
             mask = keywords.get("attention_mask", args[1] if len(args) > 1 else None)
             watch.begin(batch_of(self.name, tokens, keywords.get("inputs_embeds"), mask))
 

@@ -28,7 +28,7 @@ class HookedModel(TappedModel):
     adapter = "hooked"
 
     def __init__(self, model: Any, *, name: str | None = None, revision: str | None = None):
-        cfg = model.cfg
+        cfg: Any = model.cfg
         self._kind: str = cfg.positional_embedding_type
         if self._kind not in _KINDS:
             raise UnsupportedModelError(f"positions of the kind {self._kind!r} are not supported")
@@ -49,7 +49,7 @@ class HookedModel(TappedModel):
         self.context = None if self._kind == "alibi" else int(cfg.n_ctx)
         heads = int(cfg.n_heads)
         grouped = cfg.n_key_value_heads is not None and not cfg.ungroup_grouped_query_attention
-        keys = int(cfg.n_key_value_heads) if grouped else heads
+        keys = int(cfg.n_key_value_heads or heads) if grouped else heads
         parallel = bool(cfg.parallel_attn_mlp)
         self.layers = tuple(LayerInfo(t, heads, keys, int(cfg.d_head), parallel) for t in range(len(self._blocks)))
 
