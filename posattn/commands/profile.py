@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -94,8 +93,9 @@ def measure_profile(
     from posattn.probes.measure import measure
     from posattn.reports.summaries import profile_arrays, profile_summary, profile_tables
     from posattn.reports.write import plain, write_folder
+    from posattn.rollout.variants import VARIANTS
 
-    probe = ContributionProbe(kinds=("energy",))
+    probe = ContributionProbe()
     output.say(f"measuring {tokens.documents} documents of {tokens.length} tokens", quiet)
     measurement = measure(
         model, tokens, per_head=per_head, checkpoint=checkpoint, resume=resume, progress=not quiet, probes=[probe]
@@ -106,36 +106,41 @@ def measure_profile(
     if method is not None:
         output.say("measuring the influence by gradients", quiet)
         measured = influence(model, tokens, method=method, target=target)
-        against = {**profiles, "uniform": torch_like(measured.profile)}
+        flat = measured.profile.new_full(measured.profile.shape, 1 / len(measured.profile))
+        against = {**profiles, "uniform": flat}
         comparison = {name: compare_profiles(curve, measured.profile).to_dict() for name, curve in against.items()}
         if tokens.documents > 1:
             intervals = influence_intervals(measured, profiles)
     curves = {**({} if measured is None else {"influence": measured.profile}), **profiles}
     shapes = {name: describe_profile(curve).to_dict() for name, curve in curves.items()}
 
-    summary = plain(profile_summary(measurement, profiles, measured, comparison, shapes, intervals, warnings=warnings))
+    summary = plain(
+        profile_summary(
+            measurement,
+            profiles,
+            measured,
+            comparison,
+            shapes,
+            intervals,
+            warnings=warnings,
+            variants={name: VARIANTS.get(name, "") for name in profiles},
+        )
+    )
     output.say("drawing", quiet)
     write_folder(folder, summary, profile_arrays(measurement, measured), profile_tables(summary, measurement))
     return summary
 
 
-def torch_like(profile: Any) -> Any:
-    """A uniform profile of the same length."""
-    return profile.new_full(profile.shape, 1 / len(profile))
-
-
-def predicted_profiles(measurement: Any, contributions: Any) -> Mapping[str, Any]:
-    """The rollouts [N] of a measurement, by the name of the variant."""
-    import torch
-
-    from posattn.rollout.dense import rollout
-    from posattn.rollout.energy import energy_rollout
+def predicted_profiles(measurement: Any, contributions: Any) -> dict[str, Any]:
+    """Every predicted profile [N] that a measurement and its contributions allow, by the name of the variant."""
+    from posattn.rollout.variants import find_sinks, predict
 
     kernels = measurement.kernels.mean(1) if measurement.per_head else measurement.kernels
-    kernels, token = kernels.double(), measurement.mixing.token.double()
-    return {
-        "residual": rollout(token, kernels).last,
-        "attention_only": rollout(torch.ones_like(token), kernels).last,
-        "half": rollout(torch.full_like(token, 0.5), kernels).last,
-        "energy": energy_rollout(contributions.energy).last,
-    }
+    sinks = find_sinks(contributions.received, contributions.received_std, contributions.value_size)
+    return predict(
+        kernels.double(),
+        measurement.mixing.token.double(),
+        **{name: contributions.kernels[name] for name in ("energy", "key", "projection", "value_norm")},
+        sinks=sinks.where,
+        parallel=contributions.parallel,
+    )

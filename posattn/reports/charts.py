@@ -23,6 +23,7 @@ VARIANT_COLOURS = {
     "positional": "@c3",
     "positional_content": "@c5",
     "energy": "@c6",
+    "projection+no-op": "@c4",
 }
 
 

@@ -27,16 +27,18 @@ MASSIVE = 10.0
 #: two distances are told apart only when they differ by more than this share of the smaller
 TIE = 0.05
 
-#: the variants in words
+#: the predicted profiles in words, where a summary brings no words of its own
 VARIANTS = {
-    "residual": "measured attention with measured residual strength",
-    "attention_only": "measured attention alone (λ = 1)",
-    "half": "measured attention with equal residual (λ = ½)",
-    "positional": "the architecture's positional kernel with measured λ",
-    "positional_content": "the positional kernel with coarse content",
-    "energy": "the energy rollout",
-    "uniform": "a uniform profile",
+    "residual": "measured attention and measured λ",
+    "attention_only": "measured attention, no residual connections",
+    "half": "measured attention, λ = ½",
+    "uniform": "every position counts alike",
 }
+
+
+def in_words(summary: Summary, variant: str) -> str:
+    """What a predicted profile is."""
+    return (summary.get("variants") or {}).get(variant) or VARIANTS.get(variant, "")
 
 
 def profile_findings(summary: Summary) -> tuple[Finding, ...]:
@@ -131,7 +133,8 @@ def closest_prediction(summary: Summary) -> Finding | None:
     ]
     tone: Literal["plain", "caution"] = "plain"
     text = (
-        f"Of {len(ranked)} predicted profiles, `{best}` ({VARIANTS.get(best, best)}) comes closest to the measured "
+        f"Of {len(ranked)} predicted profiles, `{best}` ({in_words(summary, best) or best}) comes closest to the "
+        f"measured "
         f"influence: {distance:.3f} away"
     )
     if uniform is None:
@@ -309,9 +312,123 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def sentence(text: str) -> str:
+    """A clause as a sentence; a symbol at its beginning stays as it is."""
+    return (text[:1].upper() if text[:1].isascii() else text[:1]) + text[1:] + "."
+
+
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
+# ---- simulate ----------------------------------------------------------------------------------------------------
+
+
+def simulate_findings(summary: Summary) -> tuple[Finding, ...]:
+    """What `posattn simulate` found."""
+    return _present(summary, simulated_shape, with_length, strongest_force, more_depth, not_monotone)
+
+
+def simulated_shape(summary: Summary) -> Finding | None:
+    """The shape of the profile at the shortest length."""
+    length = summary["lengths"][0]
+    shape = summary["shape"][str(length)]["residual"]
+    first, last = _densities(shape)
+    kind = _kind(first, last)
+    name = {
+        "u": "a U-shaped profile",
+        "recency": "a recency bias and no U shape",
+        "primacy": "a primacy bias and no U shape",
+        "flat": "a profile that favours neither end, no U shape",
+    }[kind]
+    text = (
+        f"At {_count(length, 'position')} the architecture alone implies {name}: a position in the "
+        f"first eighth has {_times(first)} the influence of one in the middle half, one in the last eighth "
+        f"{_times(last)}."
+    )
+    sure = (
+        f"A computation, exact for this architecture and these λ, whose first position holds "
+        f"{_first_value(summary, length):.1%}; what a trained model's content adds is not in it."
+    )
+    return Finding(text, sure, links=(("profiles-chart", "Profile"), ("shapes-table", "Shapes")))
+
+
+def _first_value(summary: Summary, length: int) -> float:
+    return float(summary["profiles"][str(length)]["residual"]["value"][0])
+
+
+def with_length(summary: Summary) -> Finding | None:
+    """How the shape changes from the shortest length to the longest."""
+    lengths = summary["lengths"]
+    if len(lengths) < 2:
+        return None
+    low, high = (summary["shape"][str(n)]["residual"] for n in (lengths[0], lengths[-1]))
+    text = (
+        f"From {lengths[0]} to {_count(lengths[-1], 'position')} the first eighth goes from {low['primacy']:.0%} to "
+        f"{high['primacy']:.0%} of the influence, the last eighth from {low['recency']:.0%} to {high['recency']:.0%}, "
+        f"and the mean position from {low['mean_position']:.2f} to {high['mean_position']:.2f}."
+    )
+    sure = "With the same λ at every length, which a real model need not keep."
+    return Finding(text, sure, links=(("profiles-chart", "All lengths"), ("shapes-table", "Shapes")))
+
+
+def strongest_force(summary: Summary) -> Finding | None:
+    """Which force moves the mean position most, and where the others push."""
+    if not summary.get("forces"):
+        return None
+    length, part = next(iter(summary["forces"].items()))
+    at = part["quantities"].index("mean_position")
+    shares = {force: row[at] for force, row in zip(part["forces"], part["shares"], strict=True)}
+    names = {"causal": "the causal mask", "residual": "the residual", "position": "positions", "content": "content"}
+    ranked = sorted(shares, key=lambda force: -abs(shares[force]))
+    if abs(shares[ranked[0]]) < 1e-9:
+        return None
+    told = [f"{names.get(force, force)} {_signed(shares[force])}" for force in ranked if abs(shares[force]) >= 5e-3]
+    side = "beginning" if shares[ranked[0]] < 0 else "end"
+    leader = sentence(names.get(str(ranked[0]), str(ranked[0])))[:-1]
+    verb = "move" if leader == "Positions" else "moves"
+    text = f"{leader} {verb} the mean position most, towards the {side}" + (f": {_listed(told)}." if told else ".")
+    return Finding(
+        text,
+        f"Shapley shares at {length} positions, in units of the context length, against a profile in which every "
+        f"position counts alike (mean {part['baseline'][at]:.2f}; with all forces {part['total'][at]:.2f}).",
+        links=(("forces-chart", "Shares"), ("path-chart", "One force after the other")),
+    )
+
+
+def more_depth(summary: Summary) -> Finding | None:
+    """What the schedule implies beyond the last layer, with its condition."""
+    depth = summary.get("depth")
+    if not depth:
+        return None
+    end = depth["collapse"]
+    text = sentence(depth["implication"])
+    sure = f"If {depth['condition']}. "
+    if end["depth"]:
+        sure += f"{1 - end['eta']:.0%} of the influence is on the first position from depth {end['depth']} on."
+    elif end["predicted_depth"]:
+        sure += f"{1 - end['eta']:.0%} would be reached near depth {end['predicted_depth']:.3g} ({end['reason']})."
+    else:
+        sure += sentence(end["reason"])
+    return Finding(text, sure, links=(("depth-chart", "Depth"), ("schedule-chart", "Schedule")))
+
+
+def not_monotone(summary: Summary) -> Finding | None:
+    """A violation of stochastic monotonicity, on which part of the theory rests."""
+    found = summary.get("monotonicity")
+    if not found or found["worst"] <= 1e-9:
+        return None
+    return Finding(
+        f"The kernel is not stochastically monotone: a later position can look further back, by up to "
+        f"{found['worst']:.3g} of its weight.",
+        f"Checked at {found['length']} positions. Results that assume monotonicity do not apply as they stand.",
+        tone="caution",
+        links=(("profiles-chart", "Profile"),),
+    )
+
+
 #: command -> its findings
-FINDINGS: dict[str, Callable[[Summary], tuple[Finding, ...]]] = {"profile": profile_findings}
+FINDINGS: dict[str, Callable[[Summary], tuple[Finding, ...]]] = {
+    "profile": profile_findings,
+    "simulate": simulate_findings,
+}

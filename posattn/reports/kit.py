@@ -66,6 +66,7 @@ class Chart:
     log_first: bool = False
     height: int = 360
     square: bool = False
+    base: View = dataclasses.field(default_factory=dict)  # what all views share; each of them is laid over it
     part: ClassName = "chart"
 
 
@@ -128,8 +129,25 @@ class Fold:
     part: ClassName = "fold"
 
 
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Charts and facts that show one thing at a time, chosen once for all of them.
+
+    The options chosen, joined by `|`, name the view of every chart and the entry of `facts`. A link to `#id:a|b` chooses
+    a and b.
+    """
+
+    id: str
+    title: str
+    controls: tuple[Control, ...]
+    charts: tuple[Chart, ...]
+    facts: Mapping[str, Sequence[tuple[str, str]]] = dataclasses.field(default_factory=dict)
+    note: str = ""
+    part: ClassName = "group"
+
+
 ClassName = str
-Block = Chart | Table | Notes | Facts | Fold
+Block = Chart | Table | Notes | Facts | Fold | Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +186,7 @@ def render(page: Page) -> str:
         plotly=plotly,
         script=script,
         charts={name: safe_json(data) for name, data in charts.items()},
+        safe_json=safe_json,
     )
 
 
@@ -220,6 +239,7 @@ def _rounded(value: Any) -> Any:
 def _chart_data(chart: Chart) -> dict[str, Any]:
     return {
         "title": chart.title,
+        "base": chart.base,
         "views": chart.views,
         "log": chart.log_axis,
         "logFirst": chart.log_first,
@@ -237,6 +257,8 @@ def _charts(page: Page) -> list[Chart]:
                 found.append(block)
             elif isinstance(block, Fold):
                 visit(block.blocks)
+            elif isinstance(block, Group):
+                visit(block.charts)
 
     for section in page.sections:
         visit(section.blocks)

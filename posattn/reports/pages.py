@@ -7,7 +7,9 @@ from typing import Any
 
 from posattn.reports.kit import Page
 from posattn.reports.profile import profile_page
+from posattn.reports.simulate import simulate_page
 
 PAGES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Page]] = {
     "profile": profile_page,
+    "simulate": simulate_page,
 }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from posattn.reports import charts, common
-from posattn.reports.findings import VARIANTS, profile_findings
+from posattn.reports.findings import in_words, profile_findings
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
 
 SHAPES = (
@@ -114,8 +114,9 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
             x, y = charts.blocks(values)
             x = np.asarray(x) + skip
             colour = charts.colour_of(name, index)
-            if name == "influence" and not skip and (interval := (summary.get("intervals") or {}).get("profile")):
-                low, high = (charts.blocks(edge)[1] for edge in interval)
+            if name == "influence" and (interval := (summary.get("intervals") or {}).get("profile")):
+                whole = sum(curve[skip:]) or 1.0
+                low, high = (charts.blocks(np.asarray(edge[skip:]) / whole)[1] for edge in interval)
                 traces.append(charts.band(x.tolist(), low.tolist(), high.tolist(), colour))
             label = "measured influence" if name == "influence" else name
             dash = "solid" if name in ("influence", "residual", "energy") else "dash"
@@ -128,6 +129,7 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
                     width=3 if name == "influence" else 1.8,
                     dash=dash,
                     hover="%{y:.3%}",
+                    visible=True if name in charts.VARIANT_COLOURS or name == "influence" else "legendonly",
                 )
             )
         uniform = 1 / (length - skip)
@@ -188,7 +190,7 @@ def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[s
         rows.append(
             [
                 name,
-                VARIANTS.get(name, ""),
+                in_words(summary, name),
                 distance["wasserstein"],
                 *([f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else None] if intervals else []),
                 distance["spearman"],

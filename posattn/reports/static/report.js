@@ -91,7 +91,16 @@
       if (toggle) toggle.addEventListener("click", () => { this.log = !this.log; toggle.setAttribute("aria-pressed", String(this.log)); this.draw(); });
       $("[data-copy]", figure).addEventListener("click", () => copy(this.table(), "Data of the figure copied"));
     }
-    get view() { return this.data.views[this.choice.join("|")] || Object.values(this.data.views)[0]; }
+    get view() {
+      const chosen = this.data.views[this.choice.join("|")] || Object.values(this.data.views)[0];
+      const base = this.data.base;
+      if (!base.traces && !base.layout) return chosen;
+      return {
+        traces: chosen.traces.map((trace, index) => ({ ...((base.traces || [])[index] || {}), ...trace })),
+        layout: merge(structuredClone(base.layout || {}), structuredClone(chosen.layout || {})),
+      };
+    }
+    choose(choice) { this.choice = choice; this.draw(); }
     draw() {
       const width = this.plot.clientWidth;
       if (!width) return;
@@ -151,6 +160,41 @@
       chart.draw();
     });
   }
+
+  /* ---- groups: one choice for several charts ---- */
+  const groups = new Map();
+  all("[data-group]").forEach((element) => {
+    const facts = JSON.parse($(".group-data", element).textContent);
+    const selects = all("select[data-control]", $(".controls", element));
+    const list = $("dl", element);
+    const show = () => {
+      const choice = selects.map((select) => select.value);
+      list.replaceChildren(...(facts[choice.join("|")] || []).map(([name, value]) => {
+        const row = document.createElement("div"), term = document.createElement("dt"), detail = document.createElement("dd");
+        term.textContent = name;
+        detail.textContent = value;
+        row.append(term, detail);
+        return row;
+      }));
+      all("figure.chart", element).forEach((figure) => { const chart = byId.get(figure.id); if (chart) chart.choose(choice); });
+      return choice;
+    };
+    const step = (by) => {
+      /* the last choice runs fastest; running over its end moves the one before it */
+      for (let i = selects.length - 1, carry = by; i >= 0 && carry; i--) {
+        const next = selects[i].selectedIndex + carry, count = selects[i].options.length;
+        selects[i].selectedIndex = (next + count) % count;
+        carry = next < 0 ? -1 : next >= count ? 1 : 0;
+      }
+      show();
+    };
+    selects.forEach((select) => select.addEventListener("change", show));
+    all("[data-step]", element).forEach((button) => button.addEventListener("click", () => step(Number(button.dataset.step))));
+    groups.set(element.id, {
+      element, show,
+      set(choice) { selects.forEach((select, index) => { select.value = choice[index]; }); show(); },
+    });
+  });
 
   /* ---- copy ---- */
   let toastTimer;
@@ -219,12 +263,14 @@
 
   /* ---- places ---- */
   function reveal() {
-    const id = decodeURIComponent(location.hash.slice(1));
+    const hash = decodeURIComponent(location.hash.slice(1));
+    const [id, choice] = hash.split(":", 2);
     const target = id && document.getElementById(id);
     if (!target) return;
     for (let outer = target.closest("details"); outer; outer = outer.parentElement.closest("details")) outer.open = true;
     if (target.tagName === "DETAILS") target.open = true;
     drawVisible(target.closest("section") || document);
+    if (choice && groups.has(id)) groups.get(id).set(choice.split("|"));
     target.scrollIntoView();
   }
   function go(anchor) { if (location.hash === anchor) reveal(); else location.hash = anchor; }
@@ -261,6 +307,7 @@
   const kept = store.get();
   setTheme(themes.includes(kept) ? kept : "");
   drawVisible();
+  groups.forEach((group) => group.show());
   reveal();
   root.dataset.ready = "true";
 })();
