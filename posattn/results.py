@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -42,14 +43,20 @@ def provenance(**facts: Any) -> Provenance:
 
     `facts` are JSON-serialisable and use the names model, revision, processing, tokens, seed, device, dtype.
     """
+    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
+    return {**facts, "versions": dict(_versions()), "time": now}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Reading package metadata takes milliseconds, more than many a result."""
     versions = {"python": platform.python_version()}
     for package in ("posattn", "torch", "transformers", "transformer-lens", "captum", "numpy"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
-    return {**facts, "versions": versions, "time": now}
+    return versions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,7 +155,9 @@ def _flatten(result: Result, prefix: str = "") -> tuple[dict[str, torch.Tensor],
     return tensors, facts
 
 
-def _unflatten(cls: type[Result], tensors: Mapping[str, torch.Tensor], facts: dict[str, Any], prefix: str = "") -> Result:
+def _unflatten(
+    cls: type[Result], tensors: Mapping[str, torch.Tensor], facts: dict[str, Any], prefix: str = ""
+) -> Result:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         name, fact = prefix + field.name, facts.get(field.name)
