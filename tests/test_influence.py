@@ -74,6 +74,7 @@ def test_integrated_gradients_are_complete() -> None:
 @given(seed=st.integers(0, 99), left=st.booleans(), method=st.sampled_from(sorted(METHODS)[:2]))
 def test_padding_changes_nothing(seed, left, method) -> None:
     model = Toy()
+    model.module.double()
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 7, (4,), generator=generator).tolist()
     rows = [_tokens(1, n, seed + i)[0] for i, n in enumerate(lengths)]
@@ -96,6 +97,7 @@ def test_padding_changes_nothing(seed, left, method) -> None:
 @given(documents=st.integers(1, 6), size=st.integers(1, 4), seed=st.integers(0, 99))
 def test_batches_and_order_change_nothing(documents, size, seed) -> None:
     model, ids = Toy(), _tokens(documents, 5, seed)
+    model.module.double()
     order = torch.randperm(documents, generator=torch.Generator().manual_seed(seed))
     a = influence(model, Tokens(ids, batch_size=documents))
     b = influence(model, Tokens(ids[order], batch_size=size))

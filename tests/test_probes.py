@@ -98,6 +98,7 @@ def test_probes_give_the_formulas(per_head: bool, sinks: bool) -> None:
 )
 def test_batches_and_order_change_nothing(documents, sizes, seed, per_head, sinks) -> None:
     model = Toy(sinks=sinks)
+    model.module.double()  # what is left is the probes' own rounding
     tokens = _tokens(documents, 6, seed)
     whole = _run(model, [tokens], per_head)
     shuffled = tokens[torch.randperm(documents, generator=torch.Generator().manual_seed(seed))]
@@ -106,12 +107,13 @@ def test_batches_and_order_change_nothing(documents, sizes, seed, per_head, sink
         size = sizes[len(batches) % len(sizes)]
         batches.append(shuffled[first : first + size])
         first += size
-    _assert_same(_run(model, batches, per_head), whole)
+    _assert_same(_run(model, batches, per_head), whole, 1e-7)
 
 
 @given(seed=st.integers(0, 99), left=st.booleans(), per_head=st.booleans(), sinks=st.booleans())
 def test_padding_changes_nothing(seed, left, per_head, sinks) -> None:
     model = Toy(sinks=sinks)
+    model.module.double()
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 8, (4,), generator=generator).tolist()
     rows = [_tokens(1, n, seed + i)[0] for i, n in enumerate(lengths)]
@@ -122,7 +124,7 @@ def test_padding_changes_nothing(seed, left, per_head, sinks) -> None:
         where = slice(width - len(row), width) if left else slice(0, len(row))
         padded[i, where], mask[i, where] = row, True
     plain = _run(model, [row[None] for row in rows], per_head)
-    _assert_same(_run(model, [(padded[:3], mask[:3]), (padded[3:], mask[3:])], per_head), plain)
+    _assert_same(_run(model, [(padded[:3], mask[:3]), (padded[3:], mask[3:])], per_head), plain, 1e-7)
     assert plain.counts.tolist() == [sum(n > i for n in lengths) for i in range(max(lengths))]
 
 
@@ -265,6 +267,20 @@ def test_a_massive_position_is_reported() -> None:
     assert float(result.mixing.largest_position_share.min()) > 0.9
     assert any("one position holds most" in warning and "position 0" in warning for warning in result.warnings)
     assert float((result.mixing.token / result.mixing.frobenius).max()) > 10
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    model, tokens = Toy(), _tokens(6, 40)
+    model.module.bfloat16()
+    result = _run(model, tokens.split(2))
+    expected = _expected(model, tokens)  # float64 sums of what the bfloat16 model computes
+    torch.testing.assert_close(result.mixing.token, expected["token"].mean(0), atol=1e-6, rtol=0)
+    torch.testing.assert_close(result.mixing.frobenius, expected["frobenius"].mean(0), atol=1e-6, rtol=0)
+    pattern = expected["pattern"].mean((0, 2))
+    mass = pattern.sum(-1)
+    assert float((mass - 1).abs().max()) > 1e-4  # the rows as the model has them do not sum to 1
+    torch.testing.assert_close(result.row_mass, mass, atol=1e-6, rtol=0)
+    torch.testing.assert_close(result.kernels.double(), pattern / mass[..., None], atol=1e-6, rtol=0)
 
 
 def test_wrong_use_is_refused() -> None:

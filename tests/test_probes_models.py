@@ -179,6 +179,8 @@ def test_a_cache_gives_what_the_pass_gives(name: str) -> None:
     few = {key: value for key, value in cache.items() if "pattern" not in key}
     with pytest.raises(HookError, match=r"layer 0 .*'pattern' \(blocks.0.attn.hook_pattern\)"):
         from_cache(few, model)
+    with pytest.raises(HookError, match="keep its batch dimension"):
+        from_cache({key: value[0] for key, value in cache.items()}, model)
     with pytest.raises(HookError, match=r"does not fit|has shape"):
         from_cache(cache, model, tokens=ids[:, 1:])
 

@@ -116,10 +116,11 @@ def compare_profiles(predicted: Float[Tensor, " n"], measured: Float[Tensor, " n
         raise InputError(f"profiles of {len(predicted)} and {len(measured)} positions cannot be compared")
     p, q = _distribution(predicted), _distribution(measured)
     places = _places(len(p)).numpy()
+    ranks: Any = spearmanr
     constant = bool((p == p[0]).all() or (q == q[0]).all())
     return Comparison(
         wasserstein=float(wasserstein_distance(places, places, p.numpy(), q.numpy())),
-        spearman=math.nan if constant else float(spearmanr(p.numpy(), q.numpy())[0]),
+        spearman=math.nan if constant else float(ranks(p.numpy(), q.numpy()).statistic),
         total_variation=float((p - q).abs().sum() / 2),
     )
 
