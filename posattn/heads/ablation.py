@@ -25,12 +25,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from posattn.errors import DataError, InputError, UnsupportedModelError
-from posattn.heads.documents import as_documents, batches, fresh, run_facts, seen
+from posattn.heads.documents import Schemes, as_documents, batches, run_facts, seen
 from posattn.heads.taxonomy import HeadTaxonomy
 from posattn.models.base import Batch, Model
 from posattn.models.positions import real_positions
 from posattn.results import Provenance, Result, provenance
-from posattn.tokens import Tokens
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,7 +58,7 @@ def by_layer(model: Model, heads: Heads) -> dict[int, list[int]]:
 
 def head_means(
     model: Any,
-    tokens: Tokens | Tensor | Sequence[Tensor],
+    tokens: Any,
     by_position: bool = False,
     layers: Iterable[int] | None = None,
     batch_size: int = 8,
@@ -80,8 +79,9 @@ def head_means(
         sums[layer][: len(z)] += z
 
     chosen = None if layers is None else sorted(set(layers))
+    schemes = Schemes(model)
     for _, batch_tokens in batches(documents, batch_size):
-        fresh(model, batch_tokens.shape[-1])
+        schemes(batch_tokens.shape[-1])
         with torch.no_grad(), model.observe(["z"], observer, chosen):
             model(batch_tokens.to(model.device))
     if by_position:
@@ -95,7 +95,7 @@ def ablate_heads(
     heads: Heads,
     mode: str = "zero",
     *,
-    tokens: Tokens | Tensor | Sequence[Tensor] | None = None,
+    tokens: Any = None,
     means: Mapping[int, Tensor] | None = None,
 ) -> Iterator[None]:
     """While open, the (layer, head) pairs in `heads` give zero, their mean or their mean at each position.
@@ -185,12 +185,12 @@ def _output_rows(model: Model, layer: int, heads: list[int]) -> tuple[torch.nn.P
 class AblationStudy(Result):
     """Loss (nats a token) with each class of heads removed. C classes, K control sets, S documents, L lengths.
 
-    `baseline` [S,L], `loss` [C,S,L], `control` [C,K,S,L]: each document's mean loss over its first `lengths[l]`
-    tokens; `late_*`: over the second half of them only, where a limit of length shows first. `increase` [C,L] = mean
-    of loss − baseline; `control_increase` likewise for random sets; `excess` = their difference. `*_interval`
-    [C,L,2]: bootstrap over documents (and over control sets too, for the controls and the excess); NaN for a single
-    document. `heads` by class as [layer, head] pairs; `overlap` by class: how many heads of a control set, on
-    average, had to be taken from the class itself, because its layers hold too few others.
+    `baseline` [S,L], `loss` [C,S,L], `control` [C,K,S,L]: each document's mean loss over its first `lengths[l]` tokens;
+    `late_*`: over the second half of them only, where a limit of length shows first. `increase` [C,L] = mean of
+    loss − baseline; `control_increase` likewise for random sets; `excess` = their difference, `late_excess` the same in
+    the second half. `*_interval` [C,L,2]: bootstrap over documents (and over control sets too, for the controls and the
+    excess); NaN for a single document. `heads` by class as [layer, head] pairs; `overlap` by class: how many heads of a
+    control set, on average, had to be taken from the class itself, because its layers hold too few others.
     """
 
     kind: ClassVar[str] = "ablation study"
@@ -210,6 +210,8 @@ class AblationStudy(Result):
     control_increase_interval: Float[Tensor, "classes lengths 2"]
     excess: Float[Tensor, "classes lengths"]
     excess_interval: Float[Tensor, "classes lengths 2"]
+    late_excess: Float[Tensor, "classes lengths"]
+    late_excess_interval: Float[Tensor, "classes lengths 2"]
     heads: dict[str, Any]
     overlap: dict[str, float]
     mode: str
@@ -233,7 +235,7 @@ class AblationStudy(Result):
                     "late_increase": float((self.late_loss[c, :, n] - self.late_baseline[:, n]).mean()),
                     "overlap": self.overlap[name],
                 }
-                for figure in ("increase", "control_increase", "excess"):
+                for figure in ("increase", "control_increase", "excess", "late_excess"):
                     low, high = getattr(self, f"{figure}_interval")[c, n].tolist()
                     row.update(
                         {figure: float(getattr(self, figure)[c, n]), f"{figure}_low": low, f"{figure}_high": high}
@@ -247,14 +249,14 @@ class AblationStudy(Result):
 
         ax = plt.subplots()[1] if ax is None else ax
         width = 0.8 / len(self.lengths)
-        places = torch.arange(len(self.classes), dtype=torch.float64)
+        places = torch.arange(len(self.classes), dtype=torch.float64).numpy()
         for n, length in enumerate(self.lengths):
             at = places + (n - (len(self.lengths) - 1) / 2) * width
-            value = self.increase[:, n]
-            spread = (self.increase_interval[:, n] - value[:, None]).abs().T
-            bars = None if spread.isnan().any() else spread
+            value = self.increase[:, n].numpy()
+            spread = abs(self.increase_interval[:, n].numpy() - value[:, None]).T
+            bars = None if (spread != spread).any() else spread
             ax.bar(at, value, width, yerr=bars, label=f"{length} tokens")
-            ax.plot(at, self.control_increase[:, n], "o", mfc="none", mec="black", ms=5, ls="")
+            ax.plot(at, self.control_increase[:, n].numpy(), "o", mfc="none", mec="black", ms=5, ls="")
         ax.set_xticks(places, [f"{name} ({len(self.heads[name])})" for name in self.classes], rotation=20, ha="right")
         ax.set(ylabel="increase of loss (nats a token)")
         ax.legend(title="circles: random heads")
@@ -263,7 +265,7 @@ class AblationStudy(Result):
 
 def ablation_study(
     model: Any,
-    tokens: Tokens | Tensor | Sequence[Tensor],
+    tokens: Any,
     taxonomy: HeadTaxonomy | Mapping[str, Heads],
     *,
     classes: Sequence[str] | None = None,
@@ -271,7 +273,7 @@ def ablation_study(
     factors: Sequence[float] = (1, 2, 4),
     controls: int = 5,
     mode: str = "zero",
-    mean_tokens: Tokens | Tensor | Sequence[Tensor] | None = None,
+    mean_tokens: Any = None,
     batch_size: int = 2,
     bootstrap: int = 1000,
     confidence: float = 0.95,
@@ -311,7 +313,8 @@ def ablation_study(
         if mode == "zero"
         else head_means(model, tokens if mean_tokens is None else mean_tokens, mode == "position_mean")
     )
-    baseline = _losses(model, documents, lengths, batch_size, nullcontext)
+    schemes = Schemes(model)
+    baseline = _losses(model, schemes, documents, lengths, batch_size, nullcontext)
     losses, control_losses, overlap = [], [], {}
     generator = torch.Generator().manual_seed(seed)
     for name, heads in sets.items():
@@ -319,16 +322,19 @@ def ablation_study(
         def removed(heads: Any = heads) -> Any:
             return ablate_heads(model, heads, mode, means=means)
 
-        losses.append(_losses(model, documents, lengths, batch_size, removed))
+        losses.append(_losses(model, schemes, documents, lengths, batch_size, removed))
         drawn = [_control(model, heads, generator) for _ in range(controls)]
         overlap[name] = sum(len(set(d) & set(heads)) for d in drawn) / controls
         control_losses.append(
-            torch.stack([_losses(model, documents, lengths, batch_size, lambda d=d: removed(d)) for d in drawn])
+            torch.stack(
+                [_losses(model, schemes, documents, lengths, batch_size, lambda d=d: removed(d)) for d in drawn]
+            )
         )
     loss, control = torch.stack(losses), torch.stack(control_losses)  # [C,2,S,L], [C,K,2,S,L]
-    change = loss[:, 0] - baseline[0]  # [C,S,L]
-    control_change = control[:, :, 0] - baseline[0]  # [C,K,S,L]
+    change, late = (loss - baseline).unbind(1)  # [C,S,L]
+    control_change, late_control = (control - baseline).unbind(2)  # [C,K,S,L]
     bounds = _intervals(change, control_change, bootstrap, confidence, seed)
+    late_bounds = _intervals(late, late_control, bootstrap, confidence, seed)
     return AblationStudy(
         classes=list(sets),
         lengths=lengths,
@@ -345,6 +351,8 @@ def ablation_study(
         control_increase_interval=bounds[1],
         excess=change.mean(1) - control_change.mean((1, 2)),
         excess_interval=bounds[2],
+        late_excess=late.mean(1) - late_control.mean((1, 2)),
+        late_excess_interval=late_bounds[2],
         heads={name: [list(pair) for pair in heads] for name, heads in sets.items()},
         overlap=overlap,
         mode=mode,
@@ -384,19 +392,20 @@ def _control(model: Model, heads: list[tuple[int, int]], generator: torch.Genera
     return drawn
 
 
-def _losses(model: Model, documents: list[Tensor], lengths: list[int], batch_size: int, removed: Any) -> Tensor:
+def _losses(
+    model: Model, schemes: Schemes, documents: list[Tensor], lengths: list[int], batch_size: int, removed: Any
+) -> Tensor:
     """Mean loss [2,S,L] over each document's first l tokens, and over the second half of those."""
     out = torch.zeros(2, len(documents), len(lengths), dtype=torch.float64)
     longest = max(lengths)
     # one run gives every shorter length, unless positions are scaled by the length of the input
+    short, long = schemes(min(lengths)), schemes(longest)
     together = all(
-        short is None or torch.equal(short.cos, long.cos[: min(lengths)])
-        for layer in range(model.n_layers)
-        for short, long in [(model.scheme(layer, min(lengths)).rotary, model.scheme(layer, longest).rotary)]
-        if long is not None
+        a.rotary is None or b.rotary is None or torch.equal(a.rotary.cos, b.rotary.cos[: min(lengths)])
+        for a, b in zip(short, long, strict=True)
     )
     for length in [longest] if together else sorted(set(lengths)):
-        fresh(model, length)
+        schemes(length)
         with torch.no_grad(), removed():
             for indices, batch_tokens in batches([row[:length] for row in documents], batch_size):
                 text = batch_tokens.to(model.device)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from posattn.errors import InputError
 from posattn.heads.crosslogits import visible_from
-from posattn.heads.documents import fresh
-from posattn.models.base import Batch, Model
+from posattn.heads.documents import Schemes
+from posattn.models.base import Batch, Model, PositionScheme
 
 #: None: each earlier token; a block length; (start, end) pairs for every document; or one such list a document.
 Blocks = int | Sequence[Any] | None
@@ -76,6 +76,7 @@ def token_scores(
     documents: list[Tensor],
     blocks: list[list[Span]],
     queries: list[list[int]],
+    schemes: Schemes,
     tau: float,
     limit: bool,
     batch_size: int,
@@ -87,7 +88,7 @@ def token_scores(
         raise InputError(f"max_swaps must be at least 1, not {max_swaps}")
     found = []
     for row, spans, positions in zip(documents, blocks, queries, strict=True):
-        fresh(model, len(row))
+        known = schemes(len(row))
         rows, entropy = _mass(model, row[None], [spans], positions, 1, with_entropy=True)
         weights = rows[0]  # [Q,T,H,blocks]
         swaps = list(itertools.combinations(range(len(spans)), 2))
@@ -100,7 +101,7 @@ def token_scores(
         i, j = torch.tensor(swaps).T
         before = torch.stack([weights[..., i], weights[..., j]], -1)
         same, other = _cosine(after, before), _cosine(after, before.flip(-1))
-        usable = _in_sight(model, len(row), positions, spans)[..., i] & (before.amax(-1) > 0) & (after.amax(-1) > 0)
+        usable = _in_sight(known, positions, spans)[..., i] & (before.amax(-1) > 0) & (after.amax(-1) > 0)
         if not usable.any(-1).all():
             layer = int((~usable.any(-1)).nonzero()[0, 1])
             raise InputError(
@@ -118,13 +119,10 @@ def token_scores(
     return found
 
 
-def _in_sight(model: Model, length: int, queries: list[int], spans: list[Span]) -> Tensor:
+def _in_sight(schemes: list[PositionScheme], queries: list[int], spans: list[Span]) -> Tensor:
     """Whether each query sees all of each block in each layer: [Q,T,1,blocks]; windows hide the far ones."""
     starts = torch.tensor([a for a, _ in spans])
-    rows = [
-        [starts >= visible_from(model.scheme(layer, length), query) for layer in range(model.n_layers)]
-        for query in queries
-    ]
+    rows = [[starts >= visible_from(scheme, query) for scheme in schemes] for query in queries]
     return torch.stack([torch.stack(row) for row in rows]).unsqueeze(-2)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from posattn.errors import DataError, InputError
-from posattn.models.base import Model
+from posattn.models.base import Model, PositionScheme, Rotary
 from posattn.tokens import Tokens
 
 #: Which queries of a document: the last, all with two earlier keys, a sample of so many, or chosen indices.
@@ -83,18 +83,41 @@ def batches(
             yield chosen, torch.stack([documents[i] for i in chosen])
 
 
-def fresh(model: Model, length: int) -> None:
-    """Let a model whose rotary table remembers the longest input it has seen forget it, before documents of `length`.
+class Schemes:
+    """The position schemes of every layer by length, each looked up once; call it before running documents of a length.
 
-    transformers' dynamic scaling keeps the frequencies of a longer input until a short one comes by, so that its
-    output depends on what ran before; one token resets it. Nothing runs for models without such a table.
+    transformers' dynamic rotary scaling keeps the frequencies of a longer input until a short one comes by, so that a
+    model's output depends on what ran before it. One token resets it; nothing runs for models without such a table.
     """
-    for layer in range(model.n_layers):
-        short, long = (model.scheme(layer, n).rotary for n in (1, length))
-        if short is not None and long is not None and not torch.equal(short.frequencies, long.frequencies):
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._known: dict[int, list[PositionScheme]] = {}
+        self._follows = False
+
+    def __call__(self, length: int) -> list[PositionScheme]:
+        model = self._model
+        if length not in self._known and not self._follows:
+            probe = self._all(length)
+            self._follows = any(
+                scheme.rotary is not None and not _alike(scheme.rotary, model.scheme(layer, 1).rotary)
+                for layer, scheme in enumerate(probe)
+            )
+            if not self._follows:
+                self._known[length] = probe
+        if self._follows:
             with torch.no_grad():
                 model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
-            return
+        if length not in self._known:
+            self._known[length] = self._all(length)
+        return self._known[length]
+
+    def _all(self, length: int) -> list[PositionScheme]:
+        return [self._model.scheme(layer, length) for layer in range(self._model.n_layers)]
+
+
+def _alike(a: Rotary, b: Rotary | None) -> bool:
+    return b is not None and torch.equal(a.frequencies, b.frequencies)
 
 
 def choose_queries(queries: Queries, length: int, seed: int = 0) -> list[int]:

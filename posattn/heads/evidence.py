@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from posattn.errors import DataError
-from posattn.heads.documents import as_documents, batches, fresh, run_facts, seen
+from posattn.heads.documents import Schemes, as_documents, batches, run_facts, seen
 from posattn.models.base import Batch, Model
 from posattn.results import Provenance, Result, provenance
 
@@ -73,7 +73,9 @@ class HeadEvidence(Result):
         import matplotlib.pyplot as plt
 
         ax = plt.subplots()[1] if ax is None else ax
-        image = ax.imshow(self.measured[name].cpu(), aspect="auto", vmin=0, vmax=1, cmap="viridis", origin="lower")
+        image = ax.imshow(
+            self.measured[name].cpu().numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis", origin="lower"
+        )
         ax.figure.colorbar(image, ax=ax, label="share of attention")
         ax.set(xlabel="head", ylabel="layer", title=name.replace("_", " "))
         return ax
@@ -144,6 +146,8 @@ def repeated_random(
 ) -> Int[Tensor, "s n"]:
     """Random tokens, no special ones, repeated once: [samples, 2·period], one more with `bos` in front.
 
+    No token comes twice in one period, which is cut to what the vocabulary and the context allow.
+
     Raises:
         DataError: the model's context is too short for two repeats of two tokens.
     """
@@ -154,23 +158,20 @@ def repeated_random(
     special = set(getattr(model.tokenizer, "all_special_ids", None) or [])
     allowed = torch.tensor([t for t in range(model.vocab_size) if t not in special])
     generator = torch.Generator().manual_seed(seed)
-    if len(allowed) >= period:  # without a token twice in one period: one place to look at, not more
-        rows = torch.stack([torch.randperm(len(allowed), generator=generator)[:period] for _ in range(samples)])
-    else:
-        rows = torch.randint(len(allowed), (samples, period), generator=generator)
+    # no token twice in one period: one place to look at, not more
+    rows = torch.stack([torch.randperm(len(allowed), generator=generator)[:period] for _ in range(samples)])
     half = allowed[rows]
     text = torch.cat([half, half], -1)
     return text if bos is None else torch.cat([torch.full((samples, 1), bos), text], -1)
 
 
 def add_repeated_text(
-    counter: EvidenceCounter, model: Model, bos: int | None, period: int, samples: int, seed: int
+    counter: EvidenceCounter, model: Model, schemes: Schemes, bos: int | None, period: int, samples: int, seed: int
 ) -> None:
     """Run repeated random tokens through the model and count them."""
     text = repeated_random(model, period, samples, seed, bos)
-    fresh(model, text.shape[-1])
     period = text.shape[-1] // 2
-    windows = [model.scheme(layer, text.shape[-1]).window for layer in range(model.n_layers)]
+    windows = [scheme.window for scheme in schemes(text.shape[-1])]
 
     def observer(layer: int, points: Any, batch: Batch) -> None:
         counter.add_repeated(layer, points["pattern"], period, windows[layer])
@@ -185,10 +186,9 @@ def measure_evidence(
     """Every figure of the module docstring, on `tokens` and on `repeats` rows of repeated random text (0: none)."""
     model = seen(model)
     documents = as_documents(tokens)
-    counter = EvidenceCounter(model.n_layers, model.layers[0].n_heads)
+    counter, schemes = EvidenceCounter(model.n_layers, model.layers[0].n_heads), Schemes(model)
     for _, batch_tokens in batches(documents, batch_size):
-        fresh(model, batch_tokens.shape[-1])
-        windows = [model.scheme(layer, batch_tokens.shape[-1]).window for layer in range(model.n_layers)]
+        windows = [scheme.window for scheme in schemes(batch_tokens.shape[-1])]
 
         def observer(layer: int, points: Any, batch: Batch, tokens=batch_tokens, windows=windows) -> None:
             counter.add(layer, points["pattern"], tokens, windows[layer])
@@ -196,7 +196,7 @@ def measure_evidence(
         with torch.no_grad(), model.observe(["pattern"], observer):
             model(batch_tokens.to(model.device))
     if repeats:
-        add_repeated_text(counter, model, shared_first(documents, model), period, repeats, seed)
+        add_repeated_text(counter, model, schemes, shared_first(documents, model), period, repeats, seed)
     return counter.result(run_facts(model, tokens, seed=seed))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posattn.errors import InputError
 from posattn.heads.crosslogits import check_movable, move_query, split_frequencies
-from posattn.heads.documents import as_documents, choose_queries, fresh, run_facts, seen
+from posattn.heads.documents import Schemes, as_documents, choose_queries, run_facts, seen
 from posattn.models.base import Batch
 from posattn.results import Provenance, Result, provenance
 
@@ -62,7 +62,7 @@ class CrossLogits(Result):
         ax = plt.subplots()[1] if ax is None else ax
         end = self.first + self.logits.shape[1] - 0.5
         extent = (self.first - 0.5, end, end, self.first - 0.5)
-        image = ax.imshow(self.logits[head], cmap="viridis", extent=extent, interpolation="nearest")
+        image = ax.imshow(self.logits[head].numpy(), cmap="viridis", extent=extent, interpolation="nearest")
         ax.figure.colorbar(image, ax=ax, label="logit")
         ax.set(xlabel="token", ylabel="position", title=f"layer {self.layer}, head {head}, query at {self.query}")
         return ax
@@ -83,8 +83,7 @@ def cross_logits(model: Any, tokens: Any, layer: int, query: int = -1, *, per_fr
     if not 0 <= layer < model.n_layers:
         raise InputError(f"layer {layer} does not exist: {model.name} has layers 0 to {model.n_layers - 1}")
     position = choose_queries([query], len(row))[0]
-    fresh(model, len(row))
-    scheme = model.scheme(layer, len(row))
+    scheme = Schemes(model)(len(row))[layer]
     check_movable(scheme, layer)
     found: dict[str, Any] = {}
 

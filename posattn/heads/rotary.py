@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -42,12 +41,20 @@ from torch import Tensor
 
 from posattn.errors import InputError, UnsupportedModelError
 from posattn.heads.crosslogits import cap, move_query, pairs, split_frequencies
-from posattn.heads.documents import Queries, as_documents, batches, check_varied, choose_queries, fresh, run_facts, seen
+from posattn.heads.documents import (
+    Queries,
+    Schemes,
+    as_documents,
+    batches,
+    check_varied,
+    choose_queries,
+    run_facts,
+    seen,
+)
 from posattn.heads.exact import exact
 from posattn.heads.swaps import TAU, swap_scores
 from posattn.models.base import Batch, Model, PositionScheme, Rotary
 from posattn.results import Provenance, Result, provenance
-from posattn.tokens import Tokens
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,7 +132,7 @@ class RotaryUsage(Result):
         import matplotlib.pyplot as plt
 
         ax = plt.subplots()[1] if ax is None else ax
-        image = ax.imshow(getattr(self, value).nanmean(1), aspect="auto", origin="lower", cmap="viridis")
+        image = ax.imshow(getattr(self, value).nanmean(1).numpy(), aspect="auto", origin="lower", cmap="viridis")
         ax.figure.colorbar(image, ax=ax, label=value.replace("_", " "))
         ax.set(xlabel="frequency id (0 = fastest)", ylabel="layer")
         return ax
@@ -152,7 +159,7 @@ class _Layer:
 
 def rotary_usage(
     model: Any,
-    tokens: Tokens | Tensor | Sequence[Tensor],
+    tokens: Any,
     queries: Queries = 16,
     *,
     scores: bool = True,
@@ -177,15 +184,14 @@ def rotary_usage(
     for index, (row, positions) in enumerate(zip(documents, chosen, strict=True)):
         check_varied(row, positions[-1], index, model.tokenizer)
     longest = max(map(len, documents))
-    if all(model.scheme(layer, longest).rotary is None for layer in range(model.n_layers)):
+    known = Schemes(model)
+    if all(scheme.rotary is None for scheme in known(longest)):
         raise UnsupportedModelError(
             f"{model.name} has no rotary embedding in any layer: there are no frequencies to use"
         )
     layers = [_Layer(info.n_heads, info.head_dim, longest) for info in model.layers]
     for indices, batch_tokens in batches(documents, batch_size, keys=chosen):
-        length = batch_tokens.shape[-1]
-        fresh(model, length)
-        schemes = [model.scheme(layer, length) for layer in range(model.n_layers)]
+        schemes = known(batch_tokens.shape[-1])
         positions = chosen[indices[0]]
 
         def observer(layer: int, points: Any, batch: Batch, schemes=schemes, positions=positions) -> None:

@@ -34,13 +34,21 @@ from torch import Tensor
 from posattn.errors import InputError, SelfCheckError
 from posattn.heads.blocks import Blocks, as_blocks, token_scores
 from posattn.heads.crosslogits import Moved, check_movable, move_query, split_frequencies
-from posattn.heads.documents import Queries, as_documents, batches, check_varied, choose_queries, fresh, run_facts, seen
+from posattn.heads.documents import (
+    Queries,
+    Schemes,
+    as_documents,
+    batches,
+    check_varied,
+    choose_queries,
+    run_facts,
+    seen,
+)
 from posattn.heads.evidence import EvidenceCounter, HeadEvidence, add_repeated_text, measure_evidence, shared_first
 from posattn.heads.exact import Exact, exact
 from posattn.heads.swaps import TAU, swap_scores
 from posattn.models.base import Batch, Model, PositionScheme
 from posattn.results import Provenance, Result, provenance
-from posattn.tokens import Tokens
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -145,10 +153,10 @@ class HeadScores(Result):
 
         ax = plt.subplots()[1] if ax is None else ax
         layers, heads = self.positional.shape
-        colour = torch.arange(layers).repeat_interleave(heads)
-        dots = ax.scatter(
-            self.positional.flatten(), self.symbolic.flatten(), c=colour, cmap="viridis", s=18, alpha=0.85
-        )
+        colour = torch.arange(layers).repeat_interleave(heads).numpy()
+        at = self.positional.flatten().numpy(), self.symbolic.flatten().numpy()
+        dots = ax.scatter(*at, c=colour, cmap="viridis", s=18, alpha=0.85)
+
         ax.figure.colorbar(dots, ax=ax, label="layer")
         ax.set(xlabel="positional score", ylabel="symbolic score", xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
         return ax
@@ -172,11 +180,10 @@ class _Run:
         self.rows = torch.zeros(layers, dtype=torch.float64)  # queries that went into it
         self.logits = torch.zeros(layers, dtype=torch.float64)
 
-    def start(self, indices: list[int], tokens: Tensor, queries: list[int]) -> None:
+    def start(self, indices: list[int], tokens: Tensor, queries: list[int], schemes: list[PositionScheme]) -> None:
         """Announce the next batch."""
         self.indices, self.tokens, self.queries = indices, tokens, queries
-        length = tokens.shape[-1]
-        self.schemes = [self.model.scheme(layer, length) for layer in range(self.layers)]
+        self.schemes = schemes
         for layer, scheme in enumerate(self.schemes):
             check_movable(scheme, layer)
             if scheme.window is not None and min(scheme.window - 1, min(queries)) < 2:
@@ -275,7 +282,7 @@ def _entropy(weights: Tensor) -> Tensor:
 
 def score_heads(
     model: Any,
-    tokens: Tokens | Tensor | Sequence[Tensor],
+    tokens: Any,
     level: str = "keys",
     queries: Queries = "last",
     per_frequency: bool = False,
@@ -295,7 +302,8 @@ def score_heads(
 
     Args:
         model: a `posattn` model or anything `as_model` takes.
-        tokens: documents of at least three tokens; padding is dropped. A `BindingTask` brings its blocks and queries.
+        tokens: `Tokens`, ids [M,N], vectors of ids or a `BindingTask`; three tokens a document at least. Padding
+            is dropped; a binding task brings its blocks and queries.
         level: "keys" exchanges hidden keys (positions stay); "tokens" exchanges blocks of the prompt and runs again.
         queries: "last", "all", a number (a seeded sample of so many per document) or positions (negative from the end).
         tau: temperature of the weights of swaps, in attention weight; 0 for the limit alone. `limit` gives both.
@@ -322,26 +330,29 @@ def score_heads(
     if level == "tokens" and per_frequency:
         raise InputError('per_frequency goes with level="keys": only cross-logits split into frequencies')
     model = seen(model)
-    if level == "keys":  # before any work: a model whose keys cannot be moved
-        for layer in range(model.n_layers):
-            check_movable(model.scheme(layer, 3), layer)
     if blocks is None and level == "tokens":
         blocks = getattr(tokens, "blocks", None)
     if queries == "last":
         queries = getattr(tokens, "queries", queries)
     documents = as_documents(tokens)
+    schemes = Schemes(model)
+    if level == "keys":  # before any work: a model whose keys cannot be moved
+        for layer, scheme in enumerate(schemes(len(documents[0]))):
+            check_movable(scheme, layer)
     chosen = _choose(queries, documents, seed)
     for index, (row, positions) in enumerate(zip(documents, chosen, strict=True)):
         check_varied(row, positions[-1], index, model.tokenizer)
     settings: dict[str, Any] = {"level": level, "tau": tau, "bootstrap": bootstrap}
     optional: dict[str, Any] = {}
     if level == "keys":
-        run = _score_keys(model, documents, chosen, tau, limit, per_frequency, companions, evidence, batch_size, seed)
+        run = _score_keys(
+            model, documents, chosen, schemes, tau, limit, per_frequency, companions, evidence, batch_size, seed
+        )
         values, optional = run
     else:
         layout = as_blocks(blocks, documents, chosen)
         settings.update(blocks=[len(b) for b in layout], max_swaps=max_swaps)
-        values = token_scores(model, documents, layout, chosen, tau, limit, batch_size, max_swaps, seed)
+        values = token_scores(model, documents, layout, chosen, schemes, tau, limit, batch_size, max_swaps, seed)
         if evidence:
             optional["evidence"] = measure_evidence(model, documents, batch_size=batch_size, seed=seed)
     if limit:
@@ -380,6 +391,7 @@ def _score_keys(
     model: Model,
     documents: list[Tensor],
     chosen: list[list[int]],
+    schemes: Schemes,
     tau: float,
     limit: bool,
     per_frequency: bool,
@@ -398,13 +410,12 @@ def _score_keys(
             counter.add(layer, points["pattern"], run.tokens, run.schemes[layer].window)
 
     for indices, batch_tokens in batches(documents, batch_size, keys=chosen):
-        fresh(model, batch_tokens.shape[-1])
-        run.start(indices, batch_tokens, chosen[indices[0]])
+        run.start(indices, batch_tokens, chosen[indices[0]], schemes(batch_tokens.shape[-1]))
         with torch.no_grad(), model.observe(["q", "k", "pattern"], observer):
             model(batch_tokens.to(model.device))
     optional: dict[str, Any] = {}
     if counter is not None:
-        add_repeated_text(counter, model, shared_first(documents, model), 64, 4, seed)
+        add_repeated_text(counter, model, schemes, shared_first(documents, model), 64, 4, seed)
         optional["evidence"] = counter.result(run_facts(model, None, seed=seed))
     if companions:
         optional["exact"] = {name: torch.stack([v[name].mean(0) for v in run.values]).mean(0) for name in _EXACT}

@@ -122,7 +122,7 @@ class HeadTaxonomy(Result):
         ax = plt.subplots()[1] if ax is None else ax
         colours = ["#0072b2", "#d55e00", "#bbbbbb", "#f0e6c8"]  # colour-blind safe
         table = torch.tensor([[LABELS.index(label) for label in row] for row in self.labels])
-        ax.imshow(table, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", origin="lower")
+        ax.imshow(table.numpy(), cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", origin="lower")
         ax.legend(
             handles=[Patch(color=c, label=label) for c, label in zip(colours, LABELS, strict=True)],
             loc="center left",
