@@ -222,6 +222,7 @@ def test_too_long_an_input_is_named() -> None:
         as_model(hooked("standard"))(families.tokens(1, 30))
 
 
+@pytest.mark.skipif(int(metadata.version("transformer-lens").split(".")[0]) < 3, reason="no bridge in version 2")
 @pytest.mark.parametrize("compatibility", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama_grouped", "gemma2", "bloom12", "gptj", "opt", "olmo2"])
 def test_bridge_points_are_its_own_cache(name: str, compatibility: bool) -> None:
