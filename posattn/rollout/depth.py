@@ -187,7 +187,7 @@ def depth_theory(
     """
     layers = layers_from(system, length, convention)
     n, mixing = layers.length, layers.mixing
-    profiles, log_diagonal, off, least = [], [], [], []
+    log_diagonal, off, least = [], [], []
     log_own = torch.zeros(n, dtype=torch.float64)
     rest = torch.ones(n, dtype=torch.float64)
     rest[0] = 0.0
@@ -198,14 +198,13 @@ def depth_theory(
         log_diagonal.append(log_own)
         off.append(float(rest.max()))
         least.append(max(0.0, float(layers.column(t, 0).min())))
-        profiles.append(_profile(layers, t))
     least_first = torch.tensor(least, dtype=torch.float64)
     fit = fit_schedule(mixing, fit_from) if int((mixing > 0).sum()) >= 2 or float(mixing.sum()) == 0 else None
     bound = torch.cumprod(1 - least_first * mixing, 0) if layers.causal else torch.ones_like(mixing)
     limit, implication, condition = _implication(layers, fit, log_diagonal[-1], least_first)
     return DepthTheory(
         mixing=mixing,
-        profiles=torch.stack(profiles),
+        profiles=_profiles(layers),
         log_diagonal=torch.stack(log_diagonal),
         off_first=torch.tensor(off, dtype=torch.float64),
         bound=bound,
@@ -219,14 +218,19 @@ def depth_theory(
     )
 
 
-def _profile(layers: Layers, last: int) -> Tensor:
-    """The last position's profile of the network cut off after layer `last` (counted from 0)."""
-    p = torch.zeros(layers.length, dtype=torch.float64)
-    p[-1] = 1.0
-    for t in reversed(range(last + 1)):
+def _profiles(layers: Layers) -> Float[Tensor, "depth n"]:
+    """The last position's profile of the network cut off after 1, 2, ..., T layers.
+
+    All in one pass from the last layer down: the network that ends with a layer joins when that layer is reached.
+    """
+    start = torch.zeros(1, layers.length, dtype=torch.float64)
+    start[0, -1] = 1.0
+    active = start[:0]
+    for t in reversed(range(layers.count)):
         weight = layers.mixing[t]
-        p = (1 - weight) * p + weight * layers.left(t, p)
-    return p
+        active = torch.cat([start, active])
+        active = (1 - weight) * active + weight * layers.left(t, active)
+    return active
 
 
 def _implication(
@@ -416,6 +420,8 @@ def _beyond(
         return math.exp(log_own) if own_weight >= 1 else 0.0, None, reason
     needed = math.log(off[-1] / eta) / gap
     if fit is not None:
+        if fit.c == 0:
+            return 1.0, None, "never: λ is 0"
         if fit.finite:
             left = _log_product(fit, 1 - own_weight, done)
             floor = math.exp(log_own + left) if log_own > -math.inf else 0.0
@@ -423,8 +429,6 @@ def _beyond(
                 law = f"λ_t ≈ {fit.c:.3g}·t^{-fit.exponent:.3g}"
                 return floor, None, f"never: {law} has a finite sum, too little to move what is left"
             return floor, None, "not reached within the layers computed; the finite rest of Σλ may or may not suffice"
-        if fit.c == 0:
-            return 1.0, None, "never: λ is 0"
         if fit.exponent == 1:
             ratio = needed / fit.c
             predicted = done * math.exp(ratio) if ratio < 700 else None

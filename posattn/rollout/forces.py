@@ -124,17 +124,17 @@ def force_shares(
         raise InputError(f"order must name the four forces once each: {', '.join(FORCES)}")
     whole = resolve(architecture, convention=convention)
     present = _present(whole)
-    found: dict[frozenset[str], Tensor] = {}
-    profiles = []
+    found: dict[frozenset[str], tuple[Tensor, Tensor]] = {}
+    pairs = []
     for index in range(16):
         on = frozenset(force for bit, force in enumerate(FORCES) if index >> bit & 1)
         key = on & present  # a force that is not there changes nothing, to the last bit
         if key not in found:
             profile = simulate(without(whole, *(set(FORCES) - key)), length).last
-            found[key] = profile.clamp(min=0) / profile.clamp(min=0).sum()
-        profiles.append(found[key])
-    curves = torch.stack(profiles)
-    values = quantities(curves)
+            profile = profile.clamp(min=0) / profile.clamp(min=0).sum()
+            found[key] = profile, quantities(profile)
+        pairs.append(found[key])
+    curves, values = (torch.stack(list(column)) for column in zip(*pairs, strict=True))
     shares = torch.zeros(len(FORCES), len(QUANTITIES), dtype=torch.float64)
     for bit in range(4):
         for index in range(16):

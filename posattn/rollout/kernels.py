@@ -382,7 +382,7 @@ class Applied:
             self._diagonal = torch.cat(parts, -1)
         return self._diagonal
 
-    def entries(self, targets: Int[Tensor, "*index"], sources: Int[Tensor, "*index"]) -> Float[Tensor, "*out"]:
+    def entries(self, targets: Int[Tensor, "*#index"], sources: Int[Tensor, "*#index"]) -> Float[Tensor, "*out"]:
         """A at pairs of positions [...batch, *index], float64."""
         targets, sources = torch.broadcast_tensors(targets.to(self.device), sources.to(self.device))
         lag = targets - sources
@@ -477,7 +477,7 @@ class _Geometric:
     def __init__(self, slopes: Tensor, reach: int, length: int, dtype: torch.dtype) -> None:
         self.slopes, self.reach, self.length, self.dtype = slopes, reach, length, dtype
         self.windowed = reach < length - 1
-        least = float(slopes.min())
+        least = float(slopes.detach().min())
         limit = SATURATED / least if least > 0 else math.inf
         #: from this row on every head's sum has converged
         self.saturated = math.ceil(min(limit, float(length))) + 1

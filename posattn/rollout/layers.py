@@ -63,8 +63,8 @@ class Layers:
     def _part(self, layer: int) -> Tensor | Applied:
         return self._parts[0 if self.shared else layer]
 
-    def left(self, layer: int, p: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """p A of a layer (counted from 0)."""
+    def left(self, layer: int, p: Float[Tensor, "*q n"]) -> Float[Tensor, "*q n"]:
+        """p A of a layer (counted from 0), for one row or several."""
         part = self._part(layer)
         return p @ part if isinstance(part, Tensor) else part.left(p)
 
