@@ -427,8 +427,176 @@ def not_monotone(summary: Summary) -> Finding | None:
     )
 
 
+# ---- heads -------------------------------------------------------------------------------------------------------
+
+
+def heads_findings(summary: Summary) -> tuple[Finding, ...]:
+    """What `posattn heads` found."""
+    return _present(
+        summary, label_counts, no_positional_head, purest_heads, named_roles, too_even_to_tell, removal_matters
+    )
+
+
+def _condition(summary: Summary) -> str:
+    swap = "two hidden keys exchanged" if summary["level"] == "keys" else "two tokens of the prompt exchanged"
+    return (
+        f"{swap}, "
+        f"{_count(summary['queries'], 'query') if summary['queries'] == 1 else str(summary['queries']) + ' queries'} "
+        f"in {_count(summary['documents'], 'document')}, τ = {summary['tau']:g}"
+    )
+
+
+def _all_heads(summary: Summary) -> list[tuple[int, int]]:
+    return [(t, h) for t, row in enumerate(summary["labels"]) for h in range(len(row))]
+
+
+def label_counts(summary: Summary) -> Finding | None:
+    """How many heads are positional, symbolic, uniform, mixed, and how many of the labels are settled."""
+    counts, heads = summary["counts"], _all_heads(summary)
+    told = _listed([f"{counts.get(label, 0)} {label}" for label in ("positional", "symbolic", "uniform", "mixed")])
+    text = f"Of {_count(len(heads), 'head')}, {told}."
+    certain = [summary["certain"][t][h] for t, h in heads]
+    sure = f"A head is pure within γ = {summary['thresholds']['purity']:g} of a corner; {_condition(summary)}. "
+    if any(value is not None for value in certain):
+        settled = sum(value is True for value in certain)
+        sure += (
+            f"{settled} of {len(heads)} labels stay the same over the whole 95 % interval (over "
+            f"{summary['interval_over']})."
+        )
+    else:
+        sure += "No interval: one document and query."
+    return Finding(text, sure, links=(("plane-chart", "The plane"), ("map-chart", "The map")))
+
+
+def no_positional_head(summary: Summary) -> Finding | None:
+    """Says that there is no positional (or symbolic) head, and how near one comes."""
+    counts = summary["counts"]
+    missing = [label for label in ("positional", "symbolic") if not counts.get(label)]
+    if not missing:
+        return None
+    told = []
+    for label in missing:
+        # the corner's own distance, not the score alone: a uniform head scores high on both
+        def distance(place: tuple[int, int], label: str = label) -> float:
+            own, other = (label, "symbolic") if label == "positional" else (label, "positional")
+            t, h = place
+            return max(1 - summary[own][t][h], summary[other][t][h])
+
+        t, h = min(_all_heads(summary), key=distance)
+        told.append(
+            f"the nearest to {label} is L{t}H{h} (s_pos {summary['positional'][t][h]:.2f}, "
+            f"s_sym {summary['symbolic'][t][h]:.2f})"
+        )
+    return Finding(
+        f"No head is {' or '.join(missing)}: {_listed(told)}.",
+        f"At γ = {summary['thresholds']['purity']:g}; {_condition(summary)}. A larger γ or other prompts may tell "
+        "otherwise.",
+        links=(("plane-chart", "The plane"),),
+    )
+
+
+def purest_heads(summary: Summary) -> Finding | None:
+    """The purest positional and symbolic heads by name."""
+    told, links = [], []
+    for label in ("positional", "symbolic"):
+        heads = [(t, h) for t, h in _all_heads(summary) if summary["labels"][t][h] == label]
+        heads = sorted(heads, key=lambda place: summary["gamma"][place[0]][place[1]])[:3]
+        if heads:
+            told.append(f"purest {label}: {_listed([f'L{t}H{h}' for t, h in heads])}")
+            links += [(f"head:layer {t}|head {h}", f"L{t}H{h}") for t, h in heads]
+    if not told:
+        return None
+    text = "; ".join(told)
+    return Finding(text[0].upper() + text[1:] + ".", _condition(summary).capitalize() + ".", links=tuple(links))
+
+
+_ROLES = {
+    "previous_token": "to the previous token",
+    "sink": "to the first position",
+    "induction": "to what followed the same token before",
+    "duplicate_token": "to the same token before",
+    "self": "to themselves",
+    "local_window": "to the positions just before",
+}
+
+
+def named_roles(summary: Summary) -> Finding | None:
+    """Sinks, previous-token and induction heads by name, with their measured share of attention and its chance."""
+    counts = summary.get("role_counts") or {}
+    evidence = summary.get("evidence") or {}
+    sources = summary["thresholds"].get("role_evidence") or {}
+    told, links = [], []
+    for role in ("previous_token", "induction", "sink"):
+        part = evidence.get(sources.get(role, role))
+        if not counts.get(role) or part is None:
+            continue
+        heads = [(t, h) for t, h in _all_heads(summary) if role in summary["roles"][t][h]]
+        measured = part["measured"]
+        t, h = max(heads, key=lambda place, of=measured: of[place[0]][place[1]])
+        told.append(
+            f"{_count(len(heads), role.replace('_', '-') + ' head')} (strongest L{t}H{h}: "
+            f"{measured[t][h]:.0%} of its attention goes {_ROLES[role]}, chance {part['chance'][t][h]:.0%})"
+        )
+        links.append((f"head:layer {t}|head {h}", f"L{t}H{h}"))
+    if not told:
+        return None
+    return Finding(
+        f"There are {_listed(told)}.",
+        "Roles are measured shares of attention above a threshold and several times chance; they say where a head "
+        "looks, not what it is for.",
+        links=(("heads-table", "All heads"), *links),
+    )
+
+
+def too_even_to_tell(summary: Summary) -> Finding | None:
+    """Says when most heads are uniform: their attention hardly reacts to a swap."""
+    uniform, heads = summary["counts"].get("uniform", 0), _all_heads(summary)
+    if uniform <= len(heads) / 2:
+        return None
+    return Finding(
+        f"{uniform} of {_count(len(heads), 'head')} are uniform: exchanging two keys hardly changes their attention.",
+        "Such a head may look at a sink, or at everything alike, on these prompts; both scores are then near 1 and "
+        "say little.",
+        tone="caution",
+        links=(("map-chart", "The map"),),
+    )
+
+
+def removal_matters(summary: Summary) -> Finding | None:
+    """Which classes of heads raise the loss more than random heads, and at which length."""
+    study = summary.get("ablation")
+    if not study:
+        return None
+    last = len(study["lengths"]) - 1
+    more, unclear = [], []
+    for c, name in enumerate(study["classes"]):
+        low, high = study["excess_interval"][c][last]
+        if low is None:
+            unclear.append(name.replace("_", " "))
+        elif low > 0:
+            more.append(f"{name.replace('_', ' ')} (+{study['excess'][c][last]:.3f} nats, {low:.3f} to {high:.3f})")
+        else:
+            unclear.append(name.replace("_", " "))
+    text = (
+        f"Removing these classes raises the loss at {study['lengths'][last]} tokens more than random heads do: "
+        f"{_listed(more)}."
+        if more
+        else f"At {study['lengths'][last]} tokens no class of heads raises the loss by more than random heads do."
+    )
+    if more and unclear:
+        text += f" Not told apart from random heads: {_listed(unclear)}."
+    return Finding(
+        text,
+        f"Heads are replaced by {study['mode']}; {_count(study['documents'], 'document')}, {study['controls']} "
+        f"random sets of the same "
+        "size in the same layers, 95 % bootstrap intervals.",
+        links=(("ablation-chart", "Loss by class"), ("ablation-table", "Figures")),
+    )
+
+
 #: command -> its findings
 FINDINGS: dict[str, Callable[[Summary], tuple[Finding, ...]]] = {
     "profile": profile_findings,
     "simulate": simulate_findings,
+    "heads": heads_findings,
 }

@@ -133,8 +133,8 @@ class Fold:
 class Group:
     """Charts and facts that show one thing at a time, chosen once for all of them.
 
-    The options chosen, joined by `|`, name the view of every chart and the entry of `facts`. A link to `#id:a|b` chooses
-    a and b.
+    The options chosen, joined by `|`, name the view of every chart and the entry of `facts`. A link to `#id:a|b`
+    chooses a and b.
     """
 
     id: str

@@ -107,3 +107,89 @@ def profile_tables(summary: Mapping[str, Any], measurement: Any) -> dict[str, An
     if rows:
         tables["shapes"] = pd.DataFrame(rows)
     return tables
+
+
+def heads_summary(
+    scores: Any, taxonomy: Any, rotary: Any = None, study: Any = None, warnings: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What `posattn heads` found: scores, labels and roles of every head, with what they rest on."""
+    summary: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": "heads",
+        "provenance": scores.provenance,
+        "positional": scores.positional,
+        "symbolic": scores.symbolic,
+        "entropy": scores.entropy,
+        "positional_interval": scores.positional_interval,
+        "symbolic_interval": scores.symbolic_interval,
+        "interval_over": scores.interval_over,
+        "confidence": scores.confidence,
+        "level": scores.level,
+        "tau": scores.tau,
+        "documents": scores.documents,
+        "queries": sum(len(positions) for positions in scores.queries),
+        "labels": taxonomy.labels,
+        "nearest": taxonomy.nearest,
+        "certain": taxonomy.certain,
+        "gamma": taxonomy.gamma,
+        "roles": taxonomy.roles,
+        "counts": taxonomy.counts,
+        "role_counts": taxonomy.role_counts,
+        "thresholds": taxonomy.thresholds,
+        "warnings": list(warnings),
+    }
+    if scores.exact:
+        summary["exact"] = dict(scores.exact)
+    if scores.distance_share is not None:
+        summary["distance_share"] = scores.distance_share
+        summary["distance_share_chance"] = scores.distance_share_chance
+    if scores.evidence is not None:
+        summary["evidence"] = {
+            name: {"measured": value, "chance": scores.evidence.chance[name], "queries": scores.evidence.queries[name]}
+            for name, value in scores.evidence.measured.items()
+        }
+    if rotary is not None:
+        summary["rotary"] = {
+            name: getattr(rotary, name)
+            for name in (
+                "layer_id",
+                "layer_energy_id",
+                "head_id",
+                "head_energy_id",
+                "offset",
+                "sharpness",
+                "symbol_scale",
+                "profile_distance",
+            )
+        }
+    if study is not None:
+        summary["ablation"] = {
+            "classes": study.classes,
+            "lengths": study.lengths,
+            "mode": study.mode,
+            "baseline": study.baseline.mean(0),
+            "heads": {name: len(study.heads[name]) for name in study.classes},
+            **{
+                name: getattr(study, name)
+                for figure in ("increase", "control_increase", "excess")
+                for name in (figure, f"{figure}_interval")
+            },
+            "documents": study.baseline.shape[0],
+            "controls": study.control.shape[1],
+        }
+    return summary
+
+
+def heads_tables(scores: Any, taxonomy: Any, rotary: Any = None, study: Any = None) -> dict[str, Any]:
+    """The tables of `posattn heads`."""
+    tables = {
+        "heads": taxonomy.to_dataframe(),
+        "scores": scores.to_dataframe(),
+        "documents": scores.documents_dataframe(),
+    }
+    if rotary is not None:
+        tables["rotary_heads"] = rotary.heads_dataframe()
+        tables["rotary_frequencies"] = rotary.to_dataframe()
+    if study is not None:
+        tables["ablation"] = study.to_dataframe()
+    return tables

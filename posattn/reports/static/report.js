@@ -23,10 +23,14 @@
   const scale = () => ["h0", "h1", "h2", "h3", "h4", "h5"].map((name, index) => [index / 5, colour(name)]);
   const diverging = () => [[0, colour("c0")], [0.5, colour("card")], [1, colour("mark")]];
 
+  /* layers as colours that stand off the paper, first to last */
+  const layerScale = () => ["c4", "c0", "c6", "c3", "c1"].map((name, index) => [index / 4, colour(name)]);
+
   /* colour tokens (`@c0`) become this theme's colours; packed grids become numbers */
   function resolve(value) {
     if (typeof value === "string") {
       if (value === "@sequential") return scale();
+      if (value === "@layers") return layerScale();
       if (value === "@diverging") return diverging();
       return /^@[a-z]+[0-9]?$/.test(value) ? colour(value.slice(1)) || value : value;
     }
