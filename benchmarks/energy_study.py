@@ -4,8 +4,9 @@
     python benchmarks/energy_study.py --cost           # cost of the probes instead
 
 It regenerates every figure of docs/theory/energy.md: it writes energy_study.json (everything), energy_study.csv (one
-row a case and variant) and energy_study.md (the tables of the page). A case that is in the JSON already is not
-run again unless `--redo` is given; all seeds are 0. A model that is not installed is left out, and said so.
+row a case and variant) and energy_study.md (the tables, which it also puts into that page). A case that is in the JSON
+already is not run again unless `--redo` is given; all seeds are 0. A model that is not installed is left out, which is
+said.
 
 A case measures, on the same documents: the gradient influence (arg-max probability, the reference), all variants of
 `posattn.rollout.variants`, and what is needed to judge them:
@@ -44,7 +45,6 @@ from posattn.probes.block import measure_block_mixing
 from posattn.probes.contribution import ContributionProbe, Contributions
 from posattn.probes.gains import cotangent_gains
 from posattn.probes.kernel import KernelProbe
-from posattn.probes.measure import measure
 from posattn.probes.mixing import MixingProbe
 from posattn.probes.session import Session
 from posattn.results import provenance
@@ -54,6 +54,8 @@ from posattn.rollout.variants import apply_sink, area, best_curve, calibrate, fi
 from posattn.tokens import Tokens, load_tokens
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs" / "theory" / "energy.md"
+_BEGIN, _END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 #: random directions average out soon: this many documents are enough for their gains
 GAIN_DOCUMENTS = 8
 PER_DOCUMENT = ("residual", "energy_value", "energy")
@@ -434,7 +436,12 @@ def write(report: dict[str, Any], folder: Path) -> None:
                 low, high = values["interval"] or (None, None)
                 where = (case["model"], case["text"], case["length"], case["documents"], variant)
                 table.writerow([*where, values["wasserstein"], low, high, values["spearman"], values["first"]])
-    (folder / "energy_study.md").write_text(tables(report), encoding="utf-8")
+    made = tables(report)
+    (folder / "energy_study.md").write_text(made, encoding="utf-8")
+    if folder.resolve() == RESULTS.resolve() and PAGE.exists():
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+        _, _, after = rest.partition(_END)
+        PAGE.write_text(f"{before}{_BEGIN}\n{made}\n{_END}{after}", encoding="utf-8")
 
 
 def tables(report: dict[str, Any]) -> str:
