@@ -32,36 +32,33 @@ def whole_kernel(
         i = tile_rows - 1 - tile % tile_rows
         j = tile // tile_rows
     if j * BLOCK_N < (i + 1) * BLOCK_M:
-        rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-        steps = tl.arange(0, BLOCK_K)
-        row_ok = (rows < n)[:, None]
-        col_ok = (cols < n)[None, :]
+        # 64-bit offsets to the corner of a tile, 32-bit ones inside it; what only the end needs is made at the end
+        row0 = i * BLOCK_M
+        col0 = j * BLOCK_N
+        first = col0 // BLOCK_K * BLOCK_K
+        r = tl.arange(0, BLOCK_M)
+        c = tl.arange(0, BLOCK_N)
+        s = tl.arange(0, BLOCK_K)
+        row_ok = (row0 + r < n)[:, None]
+        col_ok = (col0 + c < n)[None, :]
         square = tl.cast(n, tl.int64) * n
         offset = tl.load(offset_ptr + b)
         if ALIGNED:
             offset = tl.multiple_of(offset, 16)
-
-        a = a_ptr + offset
-        lam = tl.load(lam_ptr + b * layers + t)
-        where = b * square + rows.to(tl.int64)[:, None] * n + cols[None, :]
-        ok = row_ok & col_ok
-        first = (j * BLOCK_N) // BLOCK_K * BLOCK_K
-        stop = tl.minimum((i + 1) * BLOCK_M, n)
-        a_tile = a + rows.to(tl.int64)[:, None] * stride_m + (first + steps).to(tl.int64)[None, :] * stride_n
-        p_tile = source_ptr + b * square + (first + steps).to(tl.int64)[:, None] * n + cols[None, :]
+        a = a_ptr + offset + tl.cast(row0, tl.int64) * stride_m
         if FIRST:  # P is the identity
-            here = a + rows.to(tl.int64)[:, None] * stride_m + cols.to(tl.int64)[None, :] * stride_n
-            acc = tl.load(here, mask=ok, other=0.0).to(tl.float32)
-            old = (rows[:, None] == cols[None, :]).to(tl.float32)
+            here = a + tl.cast(col0, tl.int64) * stride_n + r[:, None] * stride_m + c[None, :] * stride_n
+            acc = tl.load(here, mask=row_ok & col_ok, other=0.0).to(tl.float32)
         else:
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for k in range(first, stop, BLOCK_K):
+            a_tile = a + tl.cast(first, tl.int64) * stride_n + r[:, None] * stride_m + s[None, :] * stride_n
+            p_tile = source_ptr + b * square + tl.cast(first, tl.int64) * n + col0 + s[:, None] * n + c[None, :]
+            for k in range(first, tl.minimum(row0 + BLOCK_M, n), BLOCK_K):
                 if EVEN:
                     x = tl.load(a_tile)
                     y = tl.load(p_tile)
                 else:
-                    inside = k + steps < n
+                    inside = k + s < n
                     x = tl.load(a_tile, mask=row_ok & inside[None, :], other=0.0)
                     y = tl.load(p_tile, mask=inside[:, None] & col_ok, other=0.0)
                 if UPCAST:  # the interpreter would multiply bfloat16's bit patterns as integers
@@ -70,16 +67,23 @@ def whole_kernel(
                 acc = tl.dot(x, y, acc, input_precision=PRECISION)
                 a_tile += BLOCK_K * stride_n
                 p_tile += BLOCK_K * n
-            if HALF:
-                old = tl.load(master_ptr + where, mask=ok, other=0.0)
-            else:
-                old = tl.load(source_ptr + where, mask=ok, other=0.0)
+
+        lam = tl.load(lam_ptr + b * layers + t)
+        corner = b * square + tl.cast(row0, tl.int64) * n + col0
+        inner = r[:, None] * n + c[None, :]
+        ok = row_ok & col_ok
+        if FIRST:
+            old = ((row0 + r)[:, None] == (col0 + c)[None, :]).to(tl.float32)
+        elif HALF:
+            old = tl.load(master_ptr + corner + inner, mask=ok, other=0.0)
+        else:
+            old = tl.load(source_ptr + corner + inner, mask=ok, other=0.0)
         if SCALED:  # dividing the rows of A is dividing the rows of A P
-            acc *= tl.load(scale_ptr + (b * layers + t) * n + rows, mask=rows < n, other=0.0)[:, None]
+            acc *= tl.load(scale_ptr + (b * layers + t) * n + row0 + r, mask=row0 + r < n, other=0.0)[:, None]
         new = (1.0 - lam) * old + lam * acc
         if HALF:
-            tl.store(master_ptr + where, new, mask=ok)
-        tl.store(target_ptr + where, new.to(target_ptr.dtype.element_ty), mask=ok)
+            tl.store(master_ptr + corner + inner, new, mask=ok)
+        tl.store(target_ptr + corner + inner, new.to(target_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["layers", "batch", "queries", "strips"])

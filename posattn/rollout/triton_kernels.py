@@ -185,6 +185,8 @@ def rollout_triton(
     lead = torch.broadcast_shapes(mixing.shape[:-1], kernels.shape[:-3])
     layers, n = kernels.shape[-3], kernels.shape[-1]
     lam = mixing.expand(*lead, layers).reshape(-1, layers).contiguous()
+    if max(kernels.stride()[-2:]) >= 1 << 22:  # offsets inside a tile are 32-bit
+        kernels = kernels.contiguous()
     flat = kernels.expand(*lead, *kernels.shape[-3:])
     offsets, aligned = _batch_offsets(tuple(lead), flat.stride()[:-3], kernels.device)
 
