@@ -305,10 +305,10 @@ def test_structured_monotonicity_and_heads():
     assert found.violation.shape == (2,)
     assert found.head_violation.shape == (2, 2)
     assert bool(found.holds().all())
-    # a far score that rises makes later targets look earlier
+    # a favourite distance of 3 makes row 3 look at the first position, which row 2 cannot reach
     from posattn.rollout.kernels import distance_kernel
 
-    rising = distance_kernel(torch.arange(30).double()[None] * 0.5)
+    rising = distance_kernel(5.0 * (torch.arange(30) == 3).double())
     dense, structured = monotonicity(rising.dense(30)), monotonicity(rising, 30)
     assert float(structured.violation) > 0.1
     assert float(dense.violation) == pytest.approx(float(structured.violation))
