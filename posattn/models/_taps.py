@@ -112,12 +112,12 @@ class TappedModel(Model):
     @contextmanager
     def intervene(
         self,
-        point: Literal["z", "attn_in", "resid_pre"],
+        point: Literal["z", "q", "k", "attn_in", "resid_pre"],
         change: Intervention,
         layers: Iterable[int] | None = None,
     ) -> Iterator[None]:
-        if point not in ("z", "attn_in", "resid_pre"):
-            raise InputError(f"cannot intervene at {point!r}: choose z, attn_in or resid_pre")
+        if point not in ("z", "q", "k", "attn_in", "resid_pre"):
+            raise InputError(f"cannot intervene at {point!r}: choose z, q, k, attn_in or resid_pre")
         current: list[Batch] = []
         handles: list[Any] = []
 
@@ -128,7 +128,7 @@ class TappedModel(Model):
             self._watch(PassWatch(begin, current.clear, current.clear), handles)
             for layer in self._chosen(layers):
                 tap = self._tap(point, layer)
-                if tap is None:  # no adapter lacks these three points
+                if tap is None:  # no adapter lacks these points
                     raise HookError(f"layer {layer} of {self.name} has no point {point!r}")
                 handles.append(_write_hook(tap, layer, change, current))
             yield

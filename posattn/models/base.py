@@ -216,6 +216,9 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def intervene(
-        self, point: Literal["z", "attn_in", "resid_pre"], change: Intervention, layers: Iterable[int] | None = None
+        self,
+        point: Literal["z", "q", "k", "attn_in", "resid_pre"],
+        change: Intervention,
+        layers: Iterable[int] | None = None,
     ) -> AbstractContextManager[None]:
         """While the context is open, `point` becomes what `change(layer, tensor, batch)` returns (None: unchanged)."""

@@ -184,11 +184,12 @@ class BridgeModel(TappedModel):
                 return Tap(source, read=_scaled(self._multiplier(layer)))
             case "q" | "k":
                 normed = getattr(attention, f"hook_{point}_normed", None)
-                if isinstance(normed, nn.Module):
+                if isinstance(normed, nn.Module) and _part(attention, f"{point}_norm") is not None:
                     # a norm over single heads runs on [B,H,N,d], one over the whole projection on [B,N,H·d]
                     reader = _normed_heads(width)
-                    return Tap(normed, read=_clipped(reader, attention))
-                return Tap(getattr(attention, point).hook_out, read=_clipped(split_heads(width), attention))
+                    return Tap(normed, read=_clipped(reader, attention), write=_normed_back)
+                reader = _clipped(split_heads(width), attention)
+                return Tap(getattr(attention, point).hook_out, read=reader, write=like_raw)
             case "v":
                 return Tap(attention.v.hook_out, read=_clipped(split_heads(width), attention))
             case "z":
@@ -342,6 +343,14 @@ def _normed_heads(width: int) -> Callable[[Tensor, Batch], Tensor]:
         return flat(raw, batch)
 
     return read
+
+
+def _normed_back(value: Tensor, raw: Tensor) -> Tensor:
+    """The inverse of `_normed_heads`, which cases it tells apart in the same way."""
+    n = value.shape[1]
+    if raw.dim() == 4 and ((raw.shape[2] == n and raw.shape[1] != n) or raw.shape[1] == raw.shape[2]):
+        return value.transpose(1, 2)
+    return like_raw(value, raw)
 
 
 def _clipped(read: Callable[[Tensor, Batch], Tensor], attention: Any) -> Callable[[Tensor, Batch], Tensor]:

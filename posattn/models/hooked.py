@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from posattn.errors import InputError, UnsupportedModelError
-from posattn.models._taps import PassWatch, Tap, TappedModel, batch_of, check_pattern, split_heads
+from posattn.models._taps import PassWatch, Tap, TappedModel, batch_of, check_pattern, like_raw, split_heads
 from posattn.models.base import Alibi, Batch, LayerInfo, OutputMap, Point, PositionScheme, Rotary
 
 _KINDS = {"standard", "rotary", "alibi", "shortformer"}
@@ -186,7 +186,7 @@ class HookedModel(TappedModel):
             case "q" | "k":
                 norm = getattr(attention, f"{point}_norm", None)
                 source = getattr(attention, f"hook_{point}") if norm is None else norm
-                return Tap(source, read=self._clipped(split_heads(width)))
+                return Tap(source, read=self._clipped(split_heads(width)), write=like_raw)
             case "v":
                 return Tap(attention.hook_v, read=self._clipped(split_heads(width)))
             case "z":
