@@ -39,7 +39,7 @@ def scheme_of(
     config = text_config(model.config)
     facts: dict[str, Any] = {
         "scale": _scale(attention, head_dim),
-        "window": _window(config, attention, layer),
+        "window": _window(config, attention, layer, length),
         "softcap": _number(getattr(attention, "attn_logit_softcapping", None)),
         "sinks": _sinks(attention),
     }
@@ -66,6 +66,8 @@ def _scale(attention: Any, head_dim: int) -> float:
         value = getattr(attention, name, None)
         if isinstance(value, (int, float)):
             return float(value)
+    if type(attention).__name__.startswith("GPTNeoSelf"):
+        return 1.0  # GPT-Neo does not scale
     divisor = getattr(attention, "scale_attn", None)  # GPT-J keeps √d
     return 1.0 / float(divisor) if divisor is not None else head_dim**-0.5
 
@@ -75,14 +77,19 @@ def layer_type(config: Any, attention: Any, layer: int) -> str | None:
     for name in ("layer_type", "attention_type"):
         if isinstance(value := getattr(attention, name, None), str):
             return value
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # the latter: GPT-Neo
     return kinds[layer] if kinds and layer < len(kinds) else None
 
 
-def _window(config: Any, attention: Any, layer: int) -> int | None:
+def _window(config: Any, attention: Any, layer: int, length: int) -> int | None:
     kind = layer_type(config, attention, layer)
     if kind == "chunked_attention":
-        raise UnsupportedModelError(f"layer {layer} uses chunked attention, which is not a window: not supported")
+        chunk = int(config.attention_chunk_size)
+        if length > chunk:
+            raise UnsupportedModelError(
+                f"layer {layer} attends within chunks of {chunk} tokens, which is no window: use at most {chunk} tokens"
+            )
+        return None
     if kind in ("local", "global"):  # GPT-Neo
         return int(config.window_size) if kind == "local" else None
     if kind is not None:
@@ -170,7 +177,7 @@ def _rotary(model: nn.Module, config: Any, attention: Any, layer: int, length: i
     if found is None:
         return None
     module, keywords = found
-    dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
+    dtype, device = next(model.parameters()).dtype, _place(model, module)
     # at least two positions: the first one alone (cos 1, sin 0) would not show how the table repeats its columns
     cos, sin = _run(module, keywords, max(length, 2), dtype, device)
     half_cos, half_sin, layout = _halves(cos, sin)
@@ -202,6 +209,14 @@ def _rotary_module(model: nn.Module, config: Any, attention: Any, layer: int) ->
     return module, {"layer_type": kind} if takes_kind and kind is not None else {}
 
 
+def _place(model: nn.Module, module: Any) -> torch.device:
+    """Where the model's tables are made: its parameters may be elsewhere (offloaded) while it does not run."""
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return device
+    return next((b.device for b in module.buffers() if b.device.type != "meta"), torch.device("cpu"))
+
+
 def _run(
     module: Any, keywords: dict[str, Any], length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -210,6 +225,8 @@ def _run(
     positions = torch.arange(length, device=device)[None]
     with torch.no_grad():
         out = module(torch.zeros(1, length, 1, dtype=dtype, device=device), positions, **keywords)
+    if isinstance(out, Tensor) and out.is_complex():  # Llama 4 multiplies neighbouring pairs by e^iθ
+        out = out.real, out.imag
     if not (isinstance(out, tuple) and len(out) == 2):
         raise UnsupportedModelError(f"the rotary module {type(module).__name__} gives no cosine and sine tables")
     cos, sin = (table.reshape(length, -1) for table in out)
@@ -237,7 +254,7 @@ def _is_interleaved(attention: Any, cos: Tensor, sin: Tensor, half_cos: Tensor, 
     code = sys.modules.get(type(attention).__module__)
     apply = getattr(code, "apply_rotary_pos_emb", None)
     if apply is None:
-        return layout == "neighbours"
+        return layout == "neighbours" or hasattr(code, "apply_rotary_emb")  # the latter: Llama 4's complex pairs
     n, width = cos.shape[0], 2 * half_cos.shape[-1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, n, width, generator=generator).to(cos.device)

@@ -33,6 +33,9 @@ POINTS: tuple[Point, ...] = (
     "z",
     "pattern",
     "post_scale",
+    "q_rot",
+    "k_rot",
+    "lse",
 )
 
 
@@ -233,6 +236,9 @@ def _write_hook(tap: Tap, layer: int, change: Intervention, current: list[Batch]
     if tap.arguments:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if tap.arguments[-1] not in kwargs:  # given by place
+                new = changed(args[0])
+                return None if new is None else ((new, *args[1:]), kwargs)
             read = kwargs[tap.arguments[-1]]
             if (new := changed(read)) is None:
                 return None

@@ -19,6 +19,12 @@ Points (canonical shapes; B documents, N positions, D = d_model, H heads, K key 
     pattern    [B,H,N,N] attention weights actually used (rows sum to 1, or to less where the layer has a sink)
     post_scale [B,N,1]   divisor of the post-attention norm (only layers whose `output.norm_weight` is not None)
 
+and, from the plain adapter only, what its attention function sees (no pattern is ever formed for these):
+
+    q_rot      [B,N,H,d] queries as they enter the product with the keys, after any rotation
+    k_rot      [B,N,K,d] keys likewise
+    lse        [B,N,H]   logarithm of each row's softmax normaliser; empty where the attention in use does not give it
+
 `observe` delivers points layer by layer, so that nothing needs more than one layer in memory.
 """
 
@@ -35,7 +41,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Point = Literal[
-    "resid_pre", "attn_out", "mlp_out", "resid_post", "attn_in", "q", "k", "v", "z", "pattern", "post_scale"
+    "resid_pre",
+    "attn_out",
+    "mlp_out",
+    "resid_post",
+    "attn_in",
+    "q",
+    "k",
+    "v",
+    "z",
+    "pattern",
+    "post_scale",
+    "q_rot",
+    "k_rot",
+    "lse",
 ]
 
 

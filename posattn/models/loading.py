@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import importlib.util
 import io
 import json
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +44,10 @@ def load_model(
     source: str | os.PathLike[str] | Any,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    *,
+    adapter: str = "bridge",
+    device_map: str | dict[str, Any] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Load a model.
 
@@ -50,16 +57,25 @@ def load_model(
         device: where to put it; default: CUDA where there is one, else the CPU.
         dtype: `torch.float32`, `"bfloat16"` … or `"auto"` for the checkpoint's own; default: float32 on the CPU, the
             checkpoint's own elsewhere.
+        adapter: `"bridge"` wraps the model in TransformerLens' bridge, which writes every attention pattern down;
+            `"plain"` leaves it as it is, with its fast attention (see `posattn.models.plain`), for long contexts.
+        device_map: accelerate's: `"auto"`, or a device for each part, `"cpu"` and `"disk"` included, for models that
+            one device cannot hold. Takes the plain adapter.
+        offload_folder: where parts on `"disk"` are kept.
 
     Raises:
         InputError: the file or folder is missing, or device or dtype is given for a live model.
         UnsupportedModelError: the model is unknown or unreachable, its configuration is out of range, it has no
             attention, is not a causal decoder, or TransformerLens would compute another function than the checkpoint.
     """
+    if adapter not in ("bridge", "plain"):
+        raise InputError(f'adapter is "bridge" or "plain", not {adapter!r}')
+    if device_map is not None and (adapter != "plain" or device is not None):
+        raise InputError('device_map goes with adapter="plain", and instead of device')
     if not isinstance(source, (str, os.PathLike)):
-        if device is not None or dtype is not None:
+        if device is not None or dtype is not None or device_map is not None:
             raise InputError("device and dtype are for loading: move a live model yourself before handing it over")
-        return as_model(source)
+        return as_model(source) if adapter == "bridge" else as_plain(source)
     name = os.fspath(source)
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -67,19 +83,54 @@ def load_model(
         raise InputError(f"unknown device {str(device)!r}: say cpu, cuda, cuda:1 or mps") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {place} was asked for, but PyTorch finds no CUDA device")
-    number = _dtype(dtype, place)
+    how = _How(place, _dtype(dtype, place), adapter, device_map, offload_folder)
     if name.startswith("bundled:"):
-        return _bundled(name, place, number)
+        return _bundled(name, how)
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
-        return _gguf(path, place, number)
+        return _gguf(path, how)
     if path.is_dir():
-        return _folder(path, name, place, number)
+        return _folder(path, name, how)
     if path.exists():
         raise InputError(f"{name} is a file: give the model's folder, or a .gguf file")
     if _looks_like_a_path(name):
         raise InputError(f"no such file or folder: {name}")
-    return _hub(name, place, number)
+    return _hub(name, how)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """The part of a request to load that does not depend on where the model comes from."""
+
+    device: torch.device
+    dtype: torch.dtype | str
+    adapter: str
+    device_map: Any
+    offload_folder: Any
+
+    def see(self, hf_model: Any, **facts: Any) -> Model:
+        """The loaded transformers model through the adapter that was asked for."""
+        return wrap(hf_model, **facts) if self.adapter == "bridge" else as_plain(hf_model, **facts)
+
+
+def as_plain(hf_model: Any, *, name: str | None = None, revision: str | None = None, tokenizer: Any = None) -> Model:
+    """A live transformers model through the plain adapter, which neither wraps nor changes it.
+
+    Raises:
+        UnsupportedModelError: it is none, is wrapped already, or does not use transformers' attention interface.
+    """
+    from posattn.models.plain import PlainModel
+
+    if isinstance(hf_model, PlainModel):
+        return hf_model
+    if "PreTrainedModel" not in {cls.__name__ for cls in type(hf_model).__mro__}:
+        raise UnsupportedModelError(f"the plain adapter takes a transformers model, not {type(hf_model).__name__}")
+    if isinstance(getattr(hf_model, _KEPT, None), Model):
+        raise UnsupportedModelError("this model is wrapped by TransformerLens' bridge already: load it anew")
+    name = str(name or getattr(hf_model.config, "_name_or_path", None) or type(hf_model).__name__)
+    _refuse_what_cannot_be(hf_model, name)
+    with quiet():
+        return PlainModel(hf_model, name=name, revision=revision, tokenizer=tokenizer)
 
 
 def as_model(model: Any) -> Model:
@@ -149,8 +200,11 @@ def wrap(hf_model: Any, *, name: str | None = None, revision: str | None = None,
         model.processing["alibi"] = "counted once"
         if _counts_alibi_twice(model):
             raise UnsupportedModelError(f"{name}: {_TWICE}, and it could not be mended here")
-    with quiet():
-        after = _logits(hf_model, tokens)
+    try:
+        with quiet():
+            after = _logits(hf_model, tokens)
+    except Exception as error:
+        raise UnsupportedModelError(_cannot_wrap(hf_model, name, error)) from error
     difference = float((after - before).abs().mean() / before.std().clamp_min(1e-12))
     allowed = 2e-3 if model.dtype in (torch.float32, torch.float64) else 1e-1
     if not difference <= allowed:
@@ -165,41 +219,54 @@ def wrap(hf_model: Any, *, name: str | None = None, revision: str | None = None,
 # ----------------------------------------------------------------------------------------------------- the four sources
 
 
-def _bundled(name: str, device: torch.device, dtype: torch.dtype | str) -> Model:
+def _bundled(name: str, how: _How) -> Model:
     from posattn.models import bundled
 
-    return _folder(bundled.bundled_path(name), name, device, dtype)
+    return _folder(bundled.bundled_path(name), name, how)
 
 
-def _folder(path: Path, name: str, device: torch.device, dtype: torch.dtype | str) -> Model:
+def _folder(path: Path, name: str, how: _How) -> Model:
     if not (path / "config.json").is_file():
         raise InputError(f"{path} holds no config.json: it is not a model folder that transformers can read")
     try:
         json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path / 'config.json'} cannot be read: {_line(error)}") from error
-    hf_model = _from_pretrained(str(path), name, device, dtype)
+    hf_model = _from_pretrained(str(path), name, how)
     tokenizer = _tokenizer(str(path)) if any((path / file).is_file() for file in _TOKENIZER_FILES) else None
-    return wrap(hf_model, name=name, tokenizer=tokenizer)
+    return how.see(hf_model, name=name, tokenizer=tokenizer)
 
 
-def _gguf(path: Path, device: torch.device, dtype: torch.dtype | str) -> Model:
+def _gguf(path: Path, how: _How) -> Model:
     if not path.is_file():
         raise InputError(f"no such file: {path}")
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedModelError("reading a .gguf file needs the package gguf: pip install 'posattn[gguf]'")
     folder = str(path.parent.resolve())
-    hf_model = _from_pretrained(folder, str(path), device, dtype, gguf_file=path.name)
-    return wrap(hf_model, name=path.name, tokenizer=_tokenizer(folder, gguf_file=path.name))
+    hf_model = _from_pretrained(folder, str(path), how, gguf_file=path.name)
+    return how.see(hf_model, name=path.name, tokenizer=_tokenizer(folder, gguf_file=path.name))
 
 
-def _hub(name: str, device: torch.device, dtype: torch.dtype | str) -> Model:
-    hf_model = _from_pretrained(name, name, device, dtype)
+def _hub(name: str, how: _How) -> Model:
+    known = {"local_files_only": True} if _no_network() else {}
+    hf_model = _from_pretrained(name, name, how, **known)
     revision = getattr(hf_model.config, "_commit_hash", None)
-    return wrap(hf_model, name=name, revision=revision, tokenizer=_tokenizer(name))
+    return how.see(hf_model, name=name, revision=revision, tokenizer=_tokenizer(name, **known))
 
 
-def _from_pretrained(source: str, name: str, device: torch.device, dtype: torch.dtype | str, **keywords: Any) -> Any:
+def _no_network() -> bool:
+    """Whether the hub's name does not even resolve. Upstream would try again for half a minute before it says so."""
+    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return False  # names may be resolved elsewhere
+    host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or "huggingface.co"
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return True
+    return False
+
+
+def _from_pretrained(source: str, name: str, how: _How, **keywords: Any) -> Any:
     import transformers
 
     with quiet():
@@ -209,9 +276,10 @@ def _from_pretrained(source: str, name: str, device: torch.device, dtype: torch.
             raise _load_error(source, name, error) from error
         _check_config(config, name)
         key = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+        spread = {} if how.device_map is None else {"device_map": how.device_map, "offload_folder": how.offload_folder}
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                source, config=config, output_loading_info=True, **{key: dtype}, **keywords
+                source, config=config, output_loading_info=True, **{key: how.dtype}, **spread, **keywords
             )
         except Exception as error:
             raise _load_error(source, name, error) from error
@@ -222,7 +290,7 @@ def _from_pretrained(source: str, name: str, device: torch.device, dtype: torch.
         raise UnsupportedModelError(f"{name} lacks weights for {type(model).__name__}: {lacking[0]}{more}")
     if report.get("mismatched_keys"):
         raise UnsupportedModelError(f"{name} holds weights of another shape than its configuration says")
-    return model.to(device).eval()
+    return (model if spread else model.to(how.device)).eval()
 
 
 def _load_error(source: str, name: str, error: Exception) -> PosattnError:
@@ -356,9 +424,7 @@ def _live_bridge(bridge: Any) -> Model:
         )
     model = BridgeModel(bridge)
     if _is_falcon_alibi(bridge.original_model) and _counts_alibi_twice(model):
-        raise UnsupportedModelError(
-            f"{model.name}: {_TWICE}. Let posattn.load_model load it, which mends this"
-        )
+        raise UnsupportedModelError(f"{model.name}: {_TWICE}. Let posattn.load_model load it, which mends this")
     return model
 
 
