@@ -500,11 +500,12 @@ class _Geometric:
 
     def log_sum(self, positions: Tensor) -> Tensor:
         """log Σ_{d=1..min(i, reach)} e^(-m d), -inf for nothing."""
-        count = positions.clamp(max=self.reach).double()
+        reached = positions.clamp(max=self.reach)
+        count = reached.clamp(min=1).double()  # gradients of log 0 would be NaN
         m = self.slopes[..., None]
         safe = torch.where(m > 0, m, torch.ones_like(m))
         ratio = torch.where(m > 0, torch.expm1(-safe * count) / torch.expm1(-safe), count)
-        return torch.log(ratio) - m
+        return torch.where(reached > 0, torch.log(ratio) - m, -math.inf)
 
     def _coefficients(self, start: int, stop: int, make: _Coefficients) -> Tensor:
         """[..., H, L] for a tile of rows, or [..., H, 1] where they have all converged."""
