@@ -231,6 +231,45 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+#: more architectures, for the self-check alone
+EXTRA: dict[str, Family] = {
+    "cohere": _llama_like("CohereForCausalLM", "CohereConfig"),
+    "cohere2": _llama_like(
+        "Cohere2ForCausalLM", "Cohere2Config", num_hidden_layers=4, head_dim=8, sliding_window=WINDOW
+    ),
+    "stablelm": _llama_like("StableLmForCausalLM", "StableLmConfig"),
+    "starcoder2": _llama_like("Starcoder2ForCausalLM", "Starcoder2Config", sliding_window=WINDOW),
+    "glm4": _llama_like("Glm4ForCausalLM", "Glm4Config", head_dim=8),
+    "olmo3": _llama_like("Olmo3ForCausalLM", "Olmo3Config", num_hidden_layers=4, sliding_window=WINDOW),
+    "exaone4": _llama_like(
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        num_hidden_layers=4,
+        sliding_window=WINDOW,
+        sliding_window_pattern=4,
+    ),
+    "qwen2_window": _llama_like(
+        "Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "gpt_neo": Family(
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": WINDOW,
+            "max_position_embeddings": 64,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+}
+
+
 def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> None:
     """Give every parameter a visible random value: matrices N(0, scale²), vectors perturbed around what they are."""
     generator = torch.Generator().manual_seed(seed)
@@ -244,10 +283,10 @@ def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> Non
 
 
 def tiny(name: str, *, seed: int = 0, attn_implementation: str | None = None, **overrides: Any) -> Any:
-    """A tiny random model of family `name`; `overrides` are config fields (and win over the family's own)."""
+    """A tiny random model of family `name` (also of `EXTRA`); `overrides` are config fields and win over its own."""
     import transformers
 
-    family = FAMILIES[name]
+    family = FAMILIES[name] if name in FAMILIES else EXTRA[name]
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
