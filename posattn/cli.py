@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 
 #: commands in the order of the help page; each is a function of that name in a module of that name
-COMMANDS = ("profile", "heads", "simulate")
+COMMANDS = ("profile", "heads", "simulate", "train", "lengths", "compare", "figure", "models", "bench")
 
 for _name in COMMANDS:
     app.command(_name)(getattr(importlib.import_module(f"posattn.commands.{_name}"), _name))

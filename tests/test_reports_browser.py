@@ -48,6 +48,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(color_scheme=theme, viewport={"width": width, "height": 900})
         contexts.append(context)
         tab = context.new_page()
+        tab.set_default_timeout(180_000)  # the machine may be busy
         tab.on("console", lambda message: troubles.append(f"console: {message.text}"))
         tab.on("pageerror", lambda error: troubles.append(f"error: {error}"))
         tab.on(

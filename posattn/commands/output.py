@@ -117,3 +117,10 @@ def tell(out: Path, summary: Mapping[str, Any]) -> None:
     for finding in findings_of(summary)[:3]:
         print(f"- {finding.text}".replace("`", ""))
     print(f"report: {out / REPORT}")
+
+
+def as_json(summary: Mapping[str, Any]) -> str:
+    """A summary as the text of summary.json."""
+    from posattn.reports.write import plain
+
+    return json.dumps(plain(summary), indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -45,6 +45,7 @@ def train(
         Optional[float],  # noqa: UP045
         typer.Option("--max-seconds", help="Stop cleanly after so long."),
     ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="The model is small: more are rarely faster.")] = 1,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
     out: options.Out = Path("posattn-out/train"),
@@ -89,6 +90,9 @@ def train(
     work = out.parent / f"{out.name}.training"
     _prepare(work, resume, overwrite)
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
+        import torch
+
+        torch.set_num_threads(threads)
         summary = train_into(
             configs,
             folder,

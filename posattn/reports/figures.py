@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from posattn.errors import InputError
+from posattn.reports.learning import draw_accuracy, draw_lengths, draw_scores
 
 Draw = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Any]
 
@@ -63,6 +64,74 @@ def draw_kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any)
     )
 
 
+def draw_plane(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
+    """Symbolic against positional score, a mark for each head, coloured by layer; the corners of purity γ."""
+    from matplotlib.patches import Rectangle
+
+    from posattn import plotting
+
+    purity = summary["thresholds"]["purity"]
+    for x, y in ((1 - purity, 0), (0, 1 - purity), (1 - purity, 1 - purity)):
+        ax.add_patch(Rectangle((x, y), purity, purity, facecolor="#E8EEF3", edgecolor="none", zorder=0))
+    layers = np.repeat(np.arange(len(summary["positional"])), len(summary["positional"][0]))
+    dots = ax.scatter(
+        np.ravel(summary["positional"]),
+        np.ravel(summary["symbolic"]),
+        c=layers,
+        cmap=plotting.SEQUENTIAL,
+        s=20,
+        alpha=0.85,
+    )
+    ax.figure.colorbar(dots, ax=ax, label="layer")
+    ax.set_aspect("equal")
+    return plotting.finish(ax, x="positional score", y="symbolic score", xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+
+
+def draw_map(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
+    """The label of every head, layers against heads."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    from posattn import plotting
+
+    labels = ("positional", "symbolic", "uniform", "mixed")
+    colours = ("#0072B2", "#D55E00", "#009E73", "#D9D9D9")
+    codes = np.array([[labels.index(label) for label in row] for row in summary["labels"]])
+    ax.imshow(codes, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", origin="lower")
+    ax.grid(False)
+    patches = [Patch(color=colour, label=label) for colour, label in zip(colours, labels, strict=True)]
+    ax.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
+    return plotting.finish(ax, x="head", y="layer")
+
+
+def draw_simulated(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
+    """The residual profile at every length, as a density over the context."""
+    from posattn import plotting
+
+    for n in summary["lengths"]:
+        curve = summary["profiles"][str(n)]["residual"]
+        x = np.asarray(curve["position"]) / max(n - 1, 1)
+        plotting.curve(ax, np.asarray(curve["value"]) * n, x, label=f"{n} positions")
+    ax.set_yscale("log")
+    return plotting.finish(
+        ax, x="position in the context (0 first, 1 last)", y="density of influence (1 = even share)", legend=True
+    )
+
+
+def draw_forces(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
+    """Shapley shares of the four forces at the shortest length."""
+    from posattn import plotting
+
+    part = next(iter(summary["forces"].values()))
+    places = np.arange(len(part["quantities"]))
+    for i, (force, shares) in enumerate(zip(part["forces"], part["shares"], strict=True)):
+        ax.bar(places + 0.2 * (i - 1.5), shares, 0.2, label=force, color=plotting.colour(i))
+    ax.axhline(0, color="#4D4D4D", linewidth=0.6)
+    ax.set_xticks(places, [name.replace("_", " ") for name in part["quantities"]])
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=4)
+    return plotting.finish(ax, x="", y="share of the change")
+
+
 #: command -> name of the figure -> (how to draw it, which array it needs)
 FIGURES: dict[str, dict[str, tuple[Draw, str | None]]] = {
     "profile": {
@@ -70,13 +139,18 @@ FIGURES: dict[str, dict[str, tuple[Draw, str | None]]] = {
         "mixing": (draw_mixing, None),
         "kernels": (draw_kernels, "kernels"),
     },
+    "heads": {"plane": (draw_plane, None), "map": (draw_map, None)},
+    "simulate": {"profiles": (draw_simulated, None), "forces": (draw_forces, None)},
+    "train": {"accuracy": (draw_accuracy, None), "scores": (draw_scores, "positional")},
+    "lengths": {"lengths": (draw_lengths, None)},
 }
 
 
 def names(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
     """The figures that these results can give."""
     known = FIGURES.get(summary["command"], {})
-    return [name for name, (_, needs) in known.items() if needs is None or needs in arrays]
+    empty = {"forces"} if not summary.get("forces") else set()
+    return [name for name, (_, needs) in known.items() if (needs is None or needs in arrays) and name not in empty]
 
 
 def write_figure(name: str, summary: Mapping[str, Any], arrays: Mapping[str, Any], *paths: Path) -> None:

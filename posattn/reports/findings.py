@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from posattn.reports.kit import Finding
+from posattn.reports.learning import lengths_findings, train_findings
 
 Summary = Mapping[str, Any]
 
@@ -594,9 +595,80 @@ def removal_matters(summary: Summary) -> Finding | None:
     )
 
 
+# ---- compare -----------------------------------------------------------------------------------------------------
+
+#: figures of a comparison in words
+FIGURE_NAMES = {
+    "u_index": "U index",
+    "primacy": "first eighth",
+    "middle": "middle half",
+    "recency": "last eighth",
+    "mean_position": "mean position",
+    "mean_mixing": "mean mixing λ",
+}
+
+
+def compare_findings(summary: Summary) -> tuple[Finding, ...]:
+    """What tells the runs apart: the figures whose interval of the difference excludes 0."""
+    found: list[Finding] = []
+    for index, name in list(enumerate(summary["names"]))[1:]:
+        rows = [row for row in summary["differences"] if row["run"] == index]
+        if summary["of"] == "heads":
+            found.append(_heads_apart(summary, index, name, rows))
+            continue
+        apart = [row for row in rows if row["low"] is not None and (row["low"] > 0 or row["high"] < 0)]
+        unclear = [row for row in rows if row["low"] is not None and row["low"] <= 0 <= row["high"]]
+        told = [
+            f"{FIGURE_NAMES[row['figure']]} {_signed(row['first'])} → {_signed(row['this'])} "
+            f"({_signed(row['low'])} to {_signed(row['high'])})"
+            for row in apart
+        ]
+        text = f"`{name}` against `{summary['names'][0]}`: " + (
+            f"{_listed(told)}." if told else "no figure of shape or mixing is told apart."
+        )
+        if unclear:
+            text += f" Not told apart: {_listed([FIGURE_NAMES[row['figure']] for row in unclear])}."
+        paired = any(row["paired"] for row in rows)
+        sure = "In brackets the 95 % interval of the difference over documents, " + (
+            "paired, since both runs read the same ones." if paired else "the runs taken as independent."
+        )
+        if not apart and not unclear:
+            sure = "A run of a single document has no interval."
+        found.append(Finding(text, sure, links=(("differences-table", "Figures"), ("curves-chart", "Curves"))))
+    if summary["differing"]:
+        shown = list(summary["differing"])
+        more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
+        found.append(
+            Finding(
+                f"The runs differ in {_listed(shown[:6]) if not more else ', '.join(shown[:6]) + more}.",
+                "Whatever differs beside what was meant to differ can be behind a difference.",
+                tone="caution" if len(shown) > 1 else "plain",
+                links=(("settings-table", "Settings"),),
+            )
+        )
+    return tuple(found)
+
+
+def _heads_apart(summary: Summary, index: int, name: str, rows: Sequence[Mapping[str, Any]]) -> Finding:
+    told = [f"{row['figure']} {row['first']} → {row['this']}" for row in rows]
+    changed = [row for row in summary.get("changed") or () if row["run"] == index]
+    text = f"`{name}` against `{summary['names'][0]}`, heads by label: {_listed(told)}."
+    if changed:
+        settled = sum(row["settled"] for row in changed)
+        text += f" {_count(len(changed), 'head')} changed label, {settled} of them beyond the intervals of both runs."
+    return Finding(
+        text,
+        "Counts follow the threshold γ; a head near it changes label by chance.",
+        links=(("differences-table", "Figures"), ("counts-chart", "Labels")),
+    )
+
+
 #: command -> its findings
 FINDINGS: dict[str, Callable[[Summary], tuple[Finding, ...]]] = {
     "profile": profile_findings,
     "simulate": simulate_findings,
     "heads": heads_findings,
+    "train": train_findings,
+    "lengths": lengths_findings,
+    "compare": compare_findings,
 }

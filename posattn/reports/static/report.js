@@ -34,7 +34,7 @@
       if (value === "@diverging") return diverging();
       return /^@[a-z]+[0-9]?$/.test(value) ? colour(value.slice(1)) || value : value;
     }
-    if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map(resolve);
+    if (Array.isArray(value)) return typeof value[0] === "number" && typeof value[value.length - 1] !== "string" ? value : value.map(resolve);
     if (value && typeof value === "object") {
       if (value.packed) return unpack(value);
       return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolve(item)]));
@@ -104,7 +104,7 @@
         layout: merge(structuredClone(base.layout || {}), structuredClone(chosen.layout || {})),
       };
     }
-    choose(choice) { this.choice = choice; this.draw(); }
+    choose(choice) { this.choice = choice; if (this.figure.dataset.drawn) this.draw(); }
     draw() {
       const width = this.plot.clientWidth;
       if (!width) return;
@@ -159,10 +159,21 @@
   function drawVisible(within) {
     all("figure.chart", within).forEach((figure) => {
       if (figure.closest("details:not([open])")) return;
-      let chart = byId.get(figure.id);
-      if (!chart) { chart = new Chart(figure); byId.set(figure.id, chart); drawn.push(chart); }
-      chart.draw();
+      if (byId.has(figure.id)) { if (figure.dataset.drawn) byId.get(figure.id).draw(); return; }
+      const chart = new Chart(figure);
+      byId.set(figure.id, chart);
+      drawn.push(chart);
+      waiting.push(chart);
     });
+    drawNext();
+  }
+  /* one chart at a time, so that the page can be read and used while the rest is drawn */
+  const waiting = [];
+  function drawNext() {
+    const chart = waiting.shift();
+    if (!chart) return;
+    chart.draw();
+    setTimeout(drawNext);
   }
 
   /* ---- groups: one choice for several charts ---- */
