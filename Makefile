@@ -25,6 +25,7 @@ PYTEST  := -m pytest -q -n $(WORKERS)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_TELEMETRY := 1
+export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: help demo test test-slow test-hooked check format docs browser clean
 .DEFAULT_GOAL := help

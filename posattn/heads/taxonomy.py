@@ -55,7 +55,7 @@ _ROLE_NAMES = {"induction_repeat": "induction", "duplicate_repeat": "duplicate_t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeadTaxonomy(Result):
-    """Labels and roles of every head. `labels`, `nearest`, `certain` [T][H]; `roles` [T][H] lists of names.
+    """Labels and roles of every head. `labels`, `nearest`, `certain` [T,H]; `roles` [T,H] lists of names.
 
     `certain` is None where there is no interval. `thresholds` holds γ, the rule and every role's threshold and factor.
     """

@@ -52,7 +52,7 @@ def influence_intervals(
 ) -> dict[str, Any]:
     """95 % intervals as JSON values, each [low, high].
 
-    `profile` [2][N]; `influence.u_index`, without the first position; and for each predicted profile its Wasserstein-1
+    `profile` [2,N]; `influence.u_index`, without the first position; and for each predicted profile its Wasserstein-1
     distance to the measured one (`comparison`), that distance less the uniform curve's (`over_uniform`) and less the
     nearest prediction's (`over_nearest`), paired draw by draw.
     """
