@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import time
@@ -159,7 +160,14 @@ def hardware(device: torch.device) -> dict[str, Any]:
         models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         name = models[0] if models else name
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-    return {"cpu": name, "gpu": gpu, "threads": torch.get_num_threads(), "system": platform.platform(terse=True)}
+    load = [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None  # other jobs on the machine
+    return {
+        "cpu": name,
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(terse=True),
+        "load": load,
+    }
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
