@@ -42,14 +42,14 @@ from posattn.influence.gradients import influence
 from posattn.influence.intervals import influence_intervals
 from posattn.models.loading import load_model
 from posattn.probes.block import measure_block_mixing
-from posattn.probes.contribution import ContributionProbe, Contributions
+from posattn.probes.contribution import KINDS, ContributionProbe, Contributions
 from posattn.probes.gains import cotangent_gains
 from posattn.probes.kernel import KernelProbe
 from posattn.probes.mixing import MixingProbe
 from posattn.probes.session import Session
 from posattn.results import provenance
 from posattn.rollout.dense import rollout
-from posattn.rollout.energy import energy_rollout
+from posattn.rollout.energy import coherent_energy_rollout, energy_rollout
 from posattn.rollout.variants import apply_sink, area, best_curve, calibrate, find_sinks, predict, scaled_mixing
 from posattn.tokens import Tokens, load_tokens
 
@@ -58,7 +58,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "theory" / "energy.md"
 _BEGIN, _END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 #: random directions average out soon: this many documents are enough for their gains
 GAIN_DOCUMENTS = 8
-PER_DOCUMENT = ("residual", "energy_value", "energy")
+PER_DOCUMENT = ("residual", "energy_value", "energy", "energy_coherent")
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
         return found
 
     gradient = timed("gradient", lambda: influence(model, tokens))
-    contributions, kernels, mixing, own = timed("contributions", lambda: per_document(model, tokens))
     few = Tokens(tokens.tokens[:GAIN_DOCUMENTS], None, tokens.batch_size, tokens.facts)
     gains = timed("cotangent", lambda: cotangent_gains(model, few))
+    contributions, kernels, mixing, own = timed("contributions", lambda: per_document(model, tokens, gains))
     raw = centred = None
     if case.block:
         raw, centred = timed("block", lambda: measure_block_mixing(model, tokens))
@@ -174,6 +174,9 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
         "energy with the MLP's gain": energy_rollout(energy + key, mlp=gains.mlp, parallel=gains.parallel).last,
         "energy_cotangent without the MLP's gain": energy_rollout(value).last,
         "energy_cotangent_key without the MLP's gain": energy_rollout(value + through_key).last,
+        "energy_coherent without the MLP's gain": coherent_energy_rollout(
+            contributions.kernels["head_gain"], energy, parallel=contributions.parallel
+        ).last,
         "energy of the last row only": _unit((energy + key)[-1, -1].sqrt()),
     }
     uniform = torch.full_like(gradient.profile, 1 / len(gradient.profile))
@@ -205,7 +208,7 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
         "balance": balance(model, tokens, gains, min(4, tokens.documents)),
         "curves": {
             "gradient": gradient.profile.tolist(),
-            **{name: curves[name].tolist() for name in ("residual", "energy_value", "energy", "energy_cotangent")},
+            **{name: curves[name].tolist() for name in ("residual", "energy_value", "energy", "energy_coherent")},
         },
     }
     if case.perturb:
@@ -224,18 +227,21 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
     return found
 
 
-def per_document(model: Any, tokens: Tokens) -> tuple[Contributions, Any, Any, dict[str, torch.Tensor]]:
+def per_document(model: Any, tokens: Tokens, gains: Any) -> tuple[Contributions, Any, Any, dict[str, torch.Tensor]]:
     """The probes over all documents, and each document's own profiles [M,N]."""
-    whole = (ContributionProbe(), KernelProbe(), MixingProbe())
+    kinds = (*KINDS, "head_gain")
+    whole = (ContributionProbe(kinds), KernelProbe(), MixingProbe())
     own: dict[str, list[torch.Tensor]] = {name: [] for name in PER_DOCUMENT}
     for ids, _ in tokens.batches(1):
-        probes = (ContributionProbe(), KernelProbe(), MixingProbe())
+        probes = (ContributionProbe(kinds), KernelProbe(), MixingProbe())
         with Session(model, probes), torch.no_grad():
             model(ids.to(model.device))
         one, kernels, mixing = (probe.result(model) for probe in probes)
         own["residual"].append(rollout(mixing.token.double(), kernels.kernels.double()).last)
         own["energy_value"].append(energy_rollout(one.energy).last)
         own["energy"].append(energy_rollout(one.gains).last)
+        coherent = coherent_energy_rollout(one.kernels["head_gain"], one.energy, mlp=gains.mlp, parallel=gains.parallel)
+        own["energy_coherent"].append(coherent.last)
         for total, part in zip(whole, probes, strict=True):
             if not total.documents:
                 total.begin(model)
@@ -448,7 +454,8 @@ def tables(report: dict[str, Any]) -> str:
     """The tables of the study page, in Markdown. Distances are rounded up, correlations down: never in our favour."""
     cases = report["cases"]
     lines = []
-    shown = ["energy", "energy_value", "energy_cotangent", "energy_cotangent_key", "residual", "residual+no-op"]
+    shown = ["energy", "energy_value", "energy_coherent", "energy_coherent_key", "energy_cotangent", "residual"]
+    shown += ["residual+no-op"]
     shown += ["value_norm", "projection", "projection+no-op", "projection+no-op+block+centred", "uniform"]
     for title, figure, digits in (
         ("Wasserstein-1 to the gradient influence (95 % interval over documents for `energy`)", "wasserstein", 3),
@@ -488,6 +495,9 @@ def tables(report: dict[str, Any]) -> str:
         "energy_cotangent",
         "energy_cotangent_key without the MLP's gain",
         "energy_cotangent_key",
+        "energy_coherent without the MLP's gain",
+        "energy_coherent",
+        "energy_coherent_key",
     ]
     lines += ["| case | " + " | ".join(tried) + " |", "|---|" + "---:|" * len(tried)]
     for name in sorted(cases):
@@ -532,7 +542,7 @@ def tables(report: dict[str, Any]) -> str:
         ratios = f"{b['geometric_mean']:.2f} ({b['smallest']:.2f}, {b['largest']:.2f})"
         lines.append(f"| {name} | {ratios} | {step} | {h['cross_share']:+.2f} | {moved} |")
     lines += ["", "### Perturbation: Wasserstein-1 (Spearman) to KL and to √KL", ""]
-    rows = ["energy", "energy_value", "energy_cotangent", "residual", "uniform"]
+    rows = ["energy", "energy_value", "energy_coherent", "residual", "uniform"]
     lines += [
         "| case | truth | gradient | " + " | ".join(f"`{n}`" for n in rows) + " |",
         "|---|---|" + "---:|" * (len(rows) + 1),

@@ -235,6 +235,17 @@ def test_independent_heads_drop_the_cross_terms() -> None:
         assert float((together - expected).abs().max()) > 1e-3  # the cross terms are there
 
 
+def test_head_gains_equal_explicit_lengths() -> None:
+    model = Toy()
+    ids = torch.randint(3, 23, (2, 6))
+    found = run(ContributionProbe(kinds=("head_gain",)), model, ids).kernels["head_gain"]
+    for layer, record in enumerate(record_of(model, ids)):
+        v = record["v"].repeat_interleave(2, 2)
+        size = torch.einsum("bjhe,hed->bjhd", v, model.output_map(layer).weight).norm(dim=-1)
+        expected = record["pattern"] * (size / record["resid_pre"].norm(dim=-1)[..., None]).mT[:, :, None]
+        torch.testing.assert_close(found[layer], expected.mean(0), rtol=1e-4, atol=1e-7)
+
+
 def test_key_kernel_equals_explicit_vectors() -> None:
     model = Toy(sinks=True)
     model.module.double()

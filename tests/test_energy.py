@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from posattn.errors import InputError
 from posattn.rollout.dense import rollout
-from posattn.rollout.energy import EnergyRollout, energy_rollout
+from posattn.rollout.energy import EnergyRollout, coherent_energy_rollout, energy_rollout
 from posattn.rollout.variants import (
     VARIANTS,
     apply_sink,
@@ -138,6 +138,43 @@ def test_independent_paths_energy_is_the_expected_gradient_norm() -> None:
     assert area(plain, measured.mean(0)) > 5 * area(found.last, measured.mean(0))
 
 
+def test_shared_random_heads_coherent_energy_is_the_expected_gradient_norm() -> None:
+    """Every head of every layer has one random matrix, whatever the positions: a network at initialisation."""
+    layers, heads, n, width, draws = 3, 2, 6, 48, 300
+    weights = torch.stack([1.5 * attention(layers, n, seed=seed, sharp=0.3) for seed in (5, 6)], 1)  # [T,H,N,N]
+    generator = torch.Generator().manual_seed(7)
+    squares = []
+    for _ in range(draws):
+        matrices = torch.randn(layers, heads, width, width, generator=generator, dtype=torch.float64) / width**0.5
+        jacobians = torch.einsum("thij,thab->tijab", weights, matrices)
+        cotangent = torch.randn(width, generator=generator, dtype=torch.float64)
+        squares.append(gradient_norms(jacobians, cotangent / cotangent.norm()).square())
+    measured = torch.stack(squares)
+    kernels = weights.square().sum(1)
+    found = coherent_energy_rollout(weights, kernels)
+    predicted = (found.last * found.log_scale.exp()).square()
+    error = measured.std(0) / draws**0.5
+    assert float(((measured.mean(0) - predicted) / error).abs().max()) < 4
+    # without the agreement of paths through the same heads it is not
+    single = energy_rollout(kernels)
+    apart = ((single.last * single.log_scale.exp()).square() - measured.mean(0)) / error
+    assert float(apart.abs().max()) > 10
+
+
+def test_coherent_energy_without_coherence_is_the_energy_rollout() -> None:
+    kernels = 2 * attention(3, 5, seed=8) ** 2
+    mlp = 1 + torch.rand(3, 5, dtype=torch.float64)
+    for parallel in (False, True):
+        plain = energy_rollout(kernels, mlp=mlp, parallel=parallel)
+        found = coherent_energy_rollout(torch.zeros(3, 2, 5, 5), kernels, mlp=mlp, parallel=parallel)
+        torch.testing.assert_close(found.profile, plain.profile)
+        torch.testing.assert_close(found.log_scale, plain.log_scale)
+    with pytest.raises(InputError, match="do not fit"):
+        coherent_energy_rollout(torch.zeros(3, 2, 4, 4), kernels)
+    with pytest.raises(InputError, match="head gain of layer 0"):
+        coherent_energy_rollout(-torch.ones(3, 2, 5, 5), kernels)
+
+
 def test_paths_that_agree_plain_rollout_is_exact() -> None:
     """Every matrix is the same multiple of the identity: all paths push the same way and weights add."""
     layers, n, width, mixing = 3, 5, 4, 0.4
@@ -207,6 +244,7 @@ def test_predict_names_and_distributions() -> None:
         key=kernels**2 / 2,
         projection=kernels,
         value_norm=kernels,
+        head_gain=kernels[:, None],
         sinks=where,
         block=mixing / 2,
         centred=mixing / 3,

@@ -33,6 +33,9 @@ document (most of a key is often one constant vector, which no change of x moves
 
 Rotations keep norms; the slope of a soft cap and the attention factor of scaled rotary embeddings are taken as 1.
 
+`kinds=("head_gain", ...)` adds the gains of single heads, not squared, E[A_h,ij ‖v_hj W_O^h‖ / ‖x_j‖], as [T,H,N,N],
+for `coherent_energy_rollout`; their memory grows with the number of heads, so they are not measured by default.
+
 `cotangent_gains` measures the same gains with random directions instead of the data's own: see there.
 """
 
@@ -56,6 +59,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KINDS = ("energy", "key", "projection", "value_norm")
+#: larger kernels, measured on request: one for each head
+HEAD_KINDS = ("head_gain",)
 #: how many numbers the value vectors of one chunk of sources may take
 _CHUNK = 2**22
 _SOURCES = 64
@@ -65,12 +70,13 @@ _SOURCES = 64
 class Contributions(Result):
     """Contribution kernels of T layers over N positions, averaged over documents; see the module docstring.
 
-    `kernels` maps "energy" and "key" (squared gains), "projection" and "value_norm" (rows sum to 1) to [T,N,N].
+    `kernels` maps "energy" and "key" (squared gains), "projection" and "value_norm" (rows sum to 1) to [T,N,N], and
+    "head_gain" (gains) to [T,H,N,N] where it was asked for.
     `mlp_size` [T,N] is E ‖m_i‖²/‖y_i‖², the squared size of what the MLP adds against what it reads. An attention sink
     is told by `received` [T,N], the attention that position j gets from later positions (mean over those and over
     heads), with its standard deviation over documents `received_std`, and `value_size` [T,N], the root mean square over
-    heads of ‖v_hj W_O^h‖. `parallel` [T] says in which layers attention and MLP read the same stream. `counts` [N] documents
-    reach each position.
+    heads of ‖v_hj W_O^h‖. `parallel` [T] says in which layers attention and MLP read the same stream. `counts` [N]
+    documents reach each position.
     """
 
     kind: ClassVar[str] = "contributions"
@@ -114,7 +120,8 @@ class Contributions(Result):
 
         from posattn.probes.kernel import last_rows
 
-        tables = [last_rows(kernel).assign(kernel=name) for name, kernel in self.kernels.items()]
+        kernels = {name: kernel for name, kernel in self.kernels.items() if name not in HEAD_KINDS}
+        tables = [last_rows(kernel).assign(kernel=name) for name, kernel in kernels.items()]
         return pd.concat(tables, ignore_index=True).reindex(columns=["kernel", "layer", "position", "value"])
 
     def plot(self, ax: Any = None, layer: int = 0, kernel: str = "energy") -> Any:
@@ -141,12 +148,12 @@ class ContributionProbe(Probe):
     name: ClassVar[str] = "contribution"
 
     def __init__(self, kinds: tuple[str, ...] = KINDS, heads: str = "joint") -> None:
-        unknown = [kind for kind in kinds if kind not in KINDS]
+        unknown = [kind for kind in kinds if kind not in KINDS + HEAD_KINDS]
         if unknown or not kinds:
-            raise InputError(f"kinds must be some of {', '.join(KINDS)}, not {kinds}")
+            raise InputError(f"kinds must be some of {', '.join(KINDS + HEAD_KINDS)}, not {kinds}")
         if heads not in ("joint", "independent"):
             raise InputError(f"heads must be 'joint' or 'independent', not {heads!r}")
-        self.kinds = tuple(kind for kind in KINDS if kind in kinds)
+        self.kinds = tuple(kind for kind in KINDS + HEAD_KINDS if kind in kinds)
         self.heads = heads
         self._align = Aligner()
         self._layers: tuple[LayerInfo, ...] = ()
@@ -198,7 +205,8 @@ class ContributionProbe(Probe):
         alignment = self._align(batch.mask)
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         width = alignment.width
-        total = {kind: torch.zeros(width, width, dtype=dtype, device=pattern.device) for kind in self.kinds}
+        shapes = {kind: (info.n_heads, width, width) if kind in HEAD_KINDS else (width, width) for kind in self.kinds}
+        total = {kind: torch.zeros(shape, dtype=dtype, device=pattern.device) for kind, shape in shapes.items()}
         facts = torch.zeros(pattern.shape[0], 3, width, dtype=dtype, device=pattern.device)
         for b in range(pattern.shape[0]):
             if alignment.full:
@@ -211,10 +219,14 @@ class ContributionProbe(Probe):
                 weights = pattern[b].index_select(1, real).index_select(2, real).to(dtype)
             x, a, m, v = (pick(record[point]).to(dtype) for point in ("resid_pre", "attn_out", "mlp_out", "v"))
             scale = pick(record["post_scale"]).to(dtype) if output.norm_weight is not None else None
-            squares, size = squared_norms(weights, v, output, scale, independent=self.heads == "independent")
+            squares, sizes = squared_norms(weights, v, output, scale, independent=self.heads == "independent")
+            size = sizes.square().mean(-1).sqrt()
             stream = x.square().sum(-1)
             if "energy" in total:
                 total["energy"][:n, :n] += _ratio(squares, stream)
+            if "head_gain" in total:
+                gain = weights * _ratio(sizes, stream.sqrt()[:, None]).T[:, None]
+                total["head_gain"][:, :n, :n] += gain if scale is None else gain / scale
             if "key" in total:
                 q, k, z = (pick(record[point]).to(dtype) for point in ("q", "k", "z"))
                 through = key_norms(weights, q, k - k.mean(0), v, z, output, self._scales[layer], scale)
@@ -246,8 +258,9 @@ class ContributionProbe(Probe):
             layers = []
             for one in sums:
                 assert one.total is not None
+                # counts belong to targets, the last axis but one
                 mean = one.total.cpu().double() / counts[:, None]
-                layers.append((mean if kind in ("energy", "key") else as_distribution(mean)).float())
+                layers.append((as_distribution(mean) if kind in ("projection", "value_norm") else mean).float())
             kernels[kind] = torch.stack(layers)
         facts = torch.stack([moments.mean for moments in self._positions])
         spread = torch.stack([moments.std for moments in self._positions])
@@ -311,14 +324,14 @@ def squared_norms(
     post_scale: Float[Tensor, "n 1"] | None = None,
     *,
     independent: bool = False,
-) -> tuple[Float[Tensor, "n n"], Float[Tensor, " n"]]:
-    """‖c_ij‖² for every target i and source j ≤ i, and the root mean square over heads of ‖v_hj W_O^h‖.
+) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n h"]]:
+    """‖c_ij‖² for every target i and source j ≤ i, and ‖v_hj W_O^h‖ of every source and head.
 
     Exact with `independent=False`; otherwise Σ_h A_h,ij² ‖v_hj W_O^h‖², without the cross terms between heads.
     """
     n = pattern.shape[-1]
     squares = pattern.new_zeros(n, n)
-    sizes = pattern.new_zeros(n)
+    sizes = pattern.new_zeros(n, pattern.shape[0])
     heads, width = pattern.shape[0], output.weight.shape[-1]
     step = max(1, min(_SOURCES, _CHUNK // (heads * width)))
     for start in range(0, n, step):
@@ -334,7 +347,7 @@ def squared_norms(
             by_source = seen.permute(2, 1, 0).contiguous()
             part = (torch.bmm(by_source, gram) * by_source).sum(-1).T
         squares[start:, start:stop] = part.clamp(min=0)
-        sizes[start:stop] = diagonal.mean(-1).sqrt()
+        sizes[start:stop] = diagonal.clamp(min=0).sqrt()
     if post_scale is not None:
         squares = squares / post_scale.square()
     return squares, sizes

@@ -15,6 +15,17 @@ block where the two are in sequence; in a parallel block, where both read the sa
 Two limits fix what the recursion means, and are tests: where path contributions are independent with mean zero, √e *is*
 the root mean square gradient; where they all agree, the plain rollout is exact and this one is not.
 
+Between the limits: paths that pass the same heads of the same layers, at whatever positions, meet the same matrices and
+do agree, while different heads' matrices are unrelated. `coherent_energy_rollout` therefore keeps the whole second
+moment C[j,k] = E⟨g_j, g_k⟩ of the backward signals, with per-head gains ρ_h:
+
+    C⁽ᵗ⁻¹⁾ = C⁽ᵗ⁾ + Σ_h ρ_hᵀ C⁽ᵗ⁾ ρ_h        (and on the diagonal: what K holds beyond Σ_h ρ_h², MLPs, keys)
+
+whose diagonal is e. Dropping the off-diagonal part of C gives the energy rollout back; one head whose matrix is a
+multiple of the identity is not of this kind (the residual stream and the head agree too), but a network at random
+initialisation is, exactly. MLPs multiply the diagonal only: their Jacobians differ from token to token, so they end the
+agreement of paths that pass them at different positions.
+
 Nothing is normalised per layer (K is a gain, not a distribution over sources), so e may grow by orders of magnitude: it
 is rescaled as it goes, and the logarithm of the scale is kept.
 """
@@ -103,6 +114,76 @@ def energy_rollout(
         queries=rows,
         impl="energy",
         log_scale=log_scale / 2 + total[..., 0].log(),
+        provenance=provenance(
+            dtype="float64", device=str(kernels.device), layers=layers, length=n, mlp=mlp is not None
+        ),
+    )
+
+
+def coherent_energy_rollout(
+    head_gains: Float[Tensor, "layers heads n n"],
+    kernels: Float[Tensor, "layers_ n_ m_"],
+    query: int = -1,
+    *,
+    mlp: Float[Tensor, "..."] | None = None,
+    parallel: bool | Sequence[bool] = False,
+    validate: bool = True,
+) -> EnergyRollout:
+    """Propagate the second moments of the backward signals: paths through the same heads add, others their squares.
+
+    Args:
+        head_gains: ρ_h [T, H, N, N], gains (not squared) of single heads; zero above the diagonal.
+        kernels: K [T, N, N], the squared gains of a single path, cross terms of heads and keys included.
+        query: the position asked about.
+        mlp: squared gains γ [T, N] of the token-local MLPs, residual connections included; 1 by default.
+        parallel: whether attention and MLP read the same stream, for all layers or one by one.
+        validate: as in `energy_rollout`.
+
+    Returns:
+        `EnergyRollout` with one query. Costs 2 T H products of N×N matrices, in float64.
+
+    Raises:
+        InputError: shapes that do not fit, NaN, a negative gain, weight above the diagonal.
+    """
+    if head_gains.shape[0] != kernels.shape[0] or head_gains.shape[-1] != kernels.shape[-1]:
+        raise InputError(f"head gains {list(head_gains.shape)} and kernels {list(kernels.shape)} do not fit")
+    layers, _, n, _ = head_gains.shape
+    if mlp is not None and tuple(mlp.shape) != (layers, n):
+        raise InputError(f"mlp gains must be [{layers}, {n}] to fit the kernels, not {list(mlp.shape)}")
+    if validate:
+        check_gains(kernels, "energy kernel", causal=True)
+        check_gains(head_gains, "head gain", axes=3, causal=True)
+        if mlp is not None:
+            check_gains(mlp, "mlp gain", axes=1)
+    side_by_side = [parallel] * layers if isinstance(parallel, bool) else list(parallel)
+    rows = query_indices([query], n, device=kernels.device)
+    moments = torch.zeros(n, n, dtype=torch.float64, device=kernels.device)
+    moments[rows, rows] = 1.0
+    log_scale = 0.0
+    for layer in reversed(range(layers)):
+        kept = moments.clone()
+        if mlp is not None:
+            kept.diagonal().mul_(mlp[layer].double())
+        into = moments if side_by_side[layer] else kept
+        single = kernels[layer].double()
+        agreeing = torch.zeros_like(moments)
+        for gain in head_gains[layer].double():
+            agreeing += gain.mT @ into @ gain
+            single = single - gain.square()
+        moments = kept + agreeing
+        energy = moments.diagonal()
+        # what single paths carry beyond their heads' own squares; where heads cancel it may be negative
+        energy.add_(into.diagonal() @ single).clamp_(min=0)
+        total = float(moments.diagonal().sum())
+        moments = moments / total
+        log_scale += torch.tensor(total).log().item()
+    profile = moments.diagonal().sqrt()
+    total = profile.sum()
+    return EnergyRollout(
+        profile=(profile / total)[None],
+        queries=rows,
+        impl="coherent energy",
+        log_scale=(log_scale / 2 + total.log())[None],
         provenance=provenance(
             dtype="float64", device=str(kernels.device), layers=layers, length=n, mlp=mlp is not None
         ),

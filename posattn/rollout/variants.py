@@ -10,7 +10,8 @@
 * `block` in place of `attention`: λ = ‖a‖/(‖x‖+‖a‖+‖m‖), with the MLP in the denominator; `centred`: of norms after the
   mean over documents and positions has been taken away;
 * `energy`: squared gains through values and keys (`posattn.rollout.energy`); `energy_value` through values alone;
-  `energy_cotangent` in random directions, with the MLP's gain.
+  `energy_cotangent` in random directions, with the MLP's gain; `energy_coherent`, `energy_coherent_key` with the second
+  moments of `coherent_energy_rollout` (with the MLP's gain where `cotangent` is given).
 
 `calibrate` fits one factor on λ (or on the gains) to documents that are not the ones it is judged on.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from posattn.errors import InputError
 from posattn.rollout.dense import rollout
-from posattn.rollout.energy import energy_rollout
+from posattn.rollout.energy import coherent_energy_rollout, energy_rollout
 
 #: what each variant is, in words
 VARIANTS: dict[str, str] = {
@@ -35,6 +36,8 @@ VARIANTS: dict[str, str] = {
     "attention_only": "measured attention, no residual connections",
     "energy": "squared gains through values and keys; nothing fitted, no sink rule",
     "energy_value": "squared gains through values alone",
+    "energy_coherent": "second moments: paths through the same heads add, others their squares; values and MLPs",
+    "energy_coherent_key": "the same with keys",
     "energy_cotangent": "squared gains in random directions through values, with the MLP's",
     "energy_cotangent_key": "squared gains in random directions through values and keys, with the MLP's",
     "projection": "attention weighted by how far each source points along the update, measured λ",
@@ -112,6 +115,7 @@ def predict(
     *,
     energy: Float[Tensor, "t n n"] | None = None,
     key: Float[Tensor, "t n n"] | None = None,
+    head_gain: Float[Tensor, "t h n n"] | None = None,
     projection: Float[Tensor, "t n n"] | None = None,
     value_norm: Float[Tensor, "t n n"] | None = None,
     sinks: Bool[Tensor, "t n"] | None = None,
@@ -125,6 +129,7 @@ def predict(
     Args:
         kernels, mixing: A [T,N,N] and λ [T].
         energy, key: squared gains [T,N,N] through values and through keys.
+        head_gain: gains of single heads [T,H,N,N].
         projection, value_norm: kernels [T,N,N] with rows that sum to 1.
         sinks: [T,N] from `find_sinks`.
         block, centred: λ [T] with the MLP in the denominator, of raw and of centred norms.
@@ -145,6 +150,12 @@ def predict(
         curves["energy_value"] = energy_rollout(energy).last
         if key is not None:
             curves["energy"] = energy_rollout(energy.double() + key.double()).last
+    if energy is not None and head_gain is not None:
+        gamma = None if cotangent is None else cotangent[2]
+        curves["energy_coherent"] = coherent_energy_rollout(head_gain, energy, mlp=gamma, parallel=parallel).last
+        if key is not None:
+            both = energy.double() + key.double()
+            curves["energy_coherent_key"] = coherent_energy_rollout(head_gain, both, mlp=gamma, parallel=parallel).last
     if cotangent is not None:
         value, through_key, mlp = cotangent
         curves["energy_cotangent"] = energy_rollout(value, mlp=mlp, parallel=parallel).last
