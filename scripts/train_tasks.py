@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument(
         "--evaluate", help="MODULE:FUNCTION called with (model, step); its dict joins each record of the curve"
     )
+    parser.add_argument("--track", type=int, metavar="N", help="score every head each N steps (a multiple of --every)")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--no-state", action="store_true", help="delete the resumable state at the end")
@@ -66,6 +67,10 @@ def main() -> None:
     if args.evaluate:
         module, _, function = args.evaluate.partition(":")
         callback = getattr(importlib.import_module(module), function)
+    if args.track:
+        from posattn.tasks.tracking import HeadTracker
+
+        callback = HeadTracker.for_task(config.make_task(), args.track, seed=args.seed)
     try:
         run = train(
             config,
@@ -96,6 +101,7 @@ def main() -> None:
         "graph": args.graph,
         "last": last,
     }
+    facts["last"] = {k: v for k, v in last.items() if k not in ("positional", "symbolic", "entropy", "frequency_id")}
     save_model(run.model, config, args.out / "model", facts)
     if args.no_state:
         (args.out / "training.safetensors").unlink(missing_ok=True)

@@ -131,9 +131,10 @@ def retrieve(model: Any, pairs: int, samples: int, batch_size: int, seed: int, q
     """Key–value retrieval, with the profiles that the model's layers predict for the same prompts."""
     import warnings
 
-    from posattn.commands.profile import predicted_profiles
     from posattn.probes.contribution import ContributionProbe
     from posattn.probes.measure import measure
+    from posattn.rollout.dense import rollout
+    from posattn.rollout.energy import energy_rollout
     from posattn.tasks.lengths import key_value_prompts, key_value_retrieval, key_value_tokens
     from posattn.tokens import load_tokens
 
@@ -143,7 +144,11 @@ def retrieve(model: Any, pairs: int, samples: int, batch_size: int, seed: int, q
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a few short prompts nothing more is asked
         measurement = measure(model, load_tokens(rows, model, batch_size=batch_size), progress=False, probes=[probe])
-    profiles = dict(predicted_profiles(measurement, probe.result(model)))
+    contributions = probe.result(model)
+    profiles = {
+        "energy": energy_rollout(contributions.kernels["energy"], parallel=contributions.parallel).last,
+        "residual": rollout(measurement.mixing.token.double(), measurement.kernels.double()).last,
+    }
     found = key_value_retrieval(model, pairs, samples, profile=profiles["energy"], batch_size=batch_size, seed=seed)
     return found, profiles
 

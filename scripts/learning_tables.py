@@ -1,0 +1,141 @@
+"""Tables and figures of finished training runs, beside the published ones.
+
+    python scripts/learning_tables.py OUT RUN [RUN ...] [--lengths] [--samples 256]
+
+A RUN is a folder of scripts/train_tasks.py (curves.jsonl, snapshots/, model/). Runs that differ in their seed alone are
+taken together. Heads come from the curves where they were tracked (--track), else from snapshots and final model.
+OUT receives, per group, curves.csv, emergence.csv, relation.csv, their figures, lengths.csv with --lengths, and
+summary.json with the published figures of arXiv 2605.31558 beside ours. No checkpoint is copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posattn.tasks.lengths import PUBLISHED_ADDED, length_generalisation
+from posattn.tasks.tracking import Dynamics, HeadTracker
+from posattn.tasks.training import TrainingConfig, accuracy, load_snapshot
+
+PUBLISHED = Path(__file__).parent / "data" / "published_heads.json"
+
+
+def group_name(config: TrainingConfig) -> str:
+    """The name of a run without its seed."""
+    parts = [config.task, config.preset, f"lr{config.learning_rate:g}"]
+    if config.dropout != 0.1:
+        parts.append(f"dropout{config.dropout:g}")
+    if config.task_parameters.get("distractors", "published") != "published":
+        parts.append(config.task_parameters["distractors"])
+    return "-".join(parts)
+
+
+def final_model(run: Path) -> Any:
+    """The final model of a run in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32).eval()
+
+
+def records_of(run: Path, config: TrainingConfig) -> list[dict[str, Any]]:
+    """The run's records with head figures: tracked while it trained, or measured now from what was stored."""
+    curves = [json.loads(line) for line in (run / "curves.jsonl").read_text().splitlines()]
+    if any("positional" in record for record in curves):
+        return curves
+    samples = config.make_task().generate(config.eval_samples, seed=config.seed + 1_000_003)
+    tracker = HeadTracker.for_task(
+        config.make_task(), 1, 32, seed=config.seed, accuracy=lambda model: accuracy(model, samples)
+    )
+    for path in sorted((run / "snapshots").glob("step-*.safetensors")):
+        model, _, step = load_snapshot(path)
+        tracker.measure_at(model, step)
+    if (run / "model" / "config.json").is_file():
+        tracker.measure_at(final_model(run), curves[-1]["step"])
+    return sorted(tracker.records, key=lambda record: record["step"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--lengths", action="store_true", help="length curves of the final models too")
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--longest", type=int, default=1000, help="most tokens added")
+    parser.add_argument("--purity", type=float, default=0.2)
+    args = parser.parse_args()
+    groups: dict[str, dict[str, tuple[Path, TrainingConfig]]] = defaultdict(dict)
+    for run in args.runs:
+        config = TrainingConfig.from_json(json.loads((run / "config.json").read_text()))
+        groups[group_name(config)][f"seed {config.seed}"] = (run, config)
+    published = json.loads(PUBLISHED.read_text())
+    for name, members in groups.items():
+        write_group(args.out / name, members, published, args)
+
+
+def write_group(
+    folder: Path, members: dict[str, tuple[Path, TrainingConfig]], published: dict[str, Any], args: argparse.Namespace
+) -> None:
+    """The tables, figures and summary of one group."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dynamics = Dynamics.from_records({seed: records_of(run, config) for seed, (run, config) in members.items()})
+    emergence, relation = dynamics.emergence(args.purity), dynamics.relation(args.purity)
+    dynamics.curves_dataframe(args.purity).to_csv(folder / "curves.csv", index=False)
+    dynamics.to_dataframe().to_csv(folder / "heads.csv", index=False)
+    emergence.to_dataframe().to_csv(folder / "emergence.csv", index=False)
+    relation.to_dataframe().to_csv(folder / "relation.csv", index=False)
+    for what, result in (("curves", dynamics), ("emergence", emergence), ("relation", relation)):
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+        result.plot(figure.subplots())
+        figure.savefig(folder / f"{what}.png", dpi=150)
+    task = next(iter(members.values()))[1].task
+    last = dynamics.labels(args.purity)
+    summary: dict[str, Any] = {
+        "runs": list(members),
+        "final_accuracy": dynamics.accuracy[:, -1].tolist(),
+        "labels": {seed: [h for row in last[r][-1] for h in row] for r, seed in enumerate(members)},
+        "positional": dynamics.positional[:, -1].flatten(1).tolist(),
+        "symbolic": dynamics.symbolic[:, -1].flatten(1).tolist(),
+        "frequency_id": dynamics.frequency_id[:, -1].tolist(),
+        "published": {
+            "pure_heads": published["pure_heads_digitised"].get(task),
+            "frequency_id": published["frequency_id_per_layer_read"].get(task),
+        },
+    }
+    if args.lengths:
+        summary["lengths"], frames = {}, []
+        for seed, (run, config) in members.items():
+            own = config.make_task()
+            added = [0, *(n for n in PUBLISHED_ADDED if n <= args.longest)]
+            curve = length_generalisation(
+                final_model(run), own, [own.length + n for n in added], samples=args.samples, score_samples=8
+            )
+            frames.append(curve.to_dataframe().assign(run=seed, added=added))
+            curve.heads_dataframe().assign(run=seed).to_csv(folder / f"heads-by-length-{config.seed}.csv", index=False)
+            figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+            curve.plot(figure.subplots())
+            figure.savefig(folder / f"lengths-{config.seed}.png", dpi=150)
+            summary["lengths"][seed] = {
+                "added": added,
+                "accuracy": curve.value.tolist(),
+                "predicted_break": [curve.predicted_break("first"), curve.predicted_break("median")],
+                "observed_break": curve.observed_break(),
+            }
+        import pandas as pd
+
+        pd.concat(frames).to_csv(folder / "lengths.csv", index=False)
+        digitised = published["length_generalisation_digitised"]
+        summary["published"]["lengths"] = {"added": digitised["added_tokens"], "accuracy": digitised.get(task)}
+    from posattn.reports.write import plain
+
+    (folder / "summary.json").write_text(json.dumps(plain(summary), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
