@@ -135,13 +135,7 @@ def force_shares(
             found[key] = profile, quantities(profile)
         pairs.append(found[key])
     curves, values = (torch.stack(list(column)) for column in zip(*pairs, strict=True))
-    shares = torch.zeros(len(FORCES), len(QUANTITIES), dtype=torch.float64)
-    for bit in range(4):
-        for index in range(16):
-            if not index >> bit & 1:
-                size = index.bit_count()
-                weight = math.factorial(size) * math.factorial(3 - size) / math.factorial(4)
-                shares[bit] += weight * (values[index | 1 << bit] - values[index])
+    shares = shapley(values)
     steps = [0]
     for force in order:
         steps.append(steps[-1] | 1 << FORCES.index(force))
@@ -155,6 +149,18 @@ def force_shares(
         order=tuple(order),
         provenance=provenance(length=length, architecture=whole.describe(), convention=convention),
     )
+
+
+def shapley(values: Float[Tensor, "16 *quantities"]) -> Float[Tensor, "4 *quantities"]:
+    """Shapley values of the four forces from a quantity's values for all 16 combinations (bit f set: force f is on)."""
+    shares = torch.zeros(len(FORCES), *values.shape[1:], dtype=torch.float64)
+    for bit in range(4):
+        for index in range(16):
+            if not index >> bit & 1:
+                size = index.bit_count()
+                weight = math.factorial(size) * math.factorial(3 - size) / math.factorial(4)
+                shares[bit] += weight * (values[index | 1 << bit] - values[index])
+    return shares
 
 
 def without(architecture: Architecture, *forces: str) -> Architecture:
