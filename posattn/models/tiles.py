@@ -39,8 +39,9 @@ class Block(NamedTuple):
     sink: Tensor
 
 
-def block_rows(n: int, sharing: int, align: int = 1, budget: int = BUDGET) -> int:
+def block_rows(n: int, sharing: int, align: int = 1, budget: int | None = None) -> int:
     """How many queries make a block: within the budget, at least 16, and a multiple of `align`."""
+    budget = BUDGET if budget is None else budget
     rows = max(min(budget // max(sharing * n, 1), n), min(16, n), 1)
     return max(rows // align, 1) * align
 
@@ -52,7 +53,7 @@ def weight_blocks(
     lse: Float[Tensor, "n h"] | None = None,
     *,
     align: int = 1,
-    budget: int = BUDGET,
+    budget: int | None = None,
 ) -> Iterator[Block]:
     """All attention weights of one document without padding, for queries and keys as they enter the product.
 
@@ -71,11 +72,11 @@ def weight_blocks(
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows = block_rows(n, sharing, align, budget)
     index = torch.arange(n, device=q.device)
-    bias = None
-    if scheme.alibi is not None:
-        slopes = scheme.alibi.slopes.to(q.device, dtype)
-        table = scheme.alibi.table
-        bias = slopes[:, None] * index if table is None else table.to(q.device, dtype)[:, :n]
+    slopes = table = None
+    if scheme.alibi is not None and scheme.alibi.table is not None:
+        table = scheme.alibi.table.to(q.device, dtype)
+    elif scheme.alibi is not None:
+        slopes = scheme.alibi.slopes.to(q.device, dtype)[:, None, None]
     for first in range(0, n, rows):
         last = min(first + rows, n)
         low = 0 if scheme.window is None else max(0, first - scheme.window + 1) // align * align
@@ -87,8 +88,10 @@ def weight_blocks(
             mine = slice(group * sharing, (group + 1) * sharing)
             queries = q[first:last, mine].to(dtype).transpose(0, 1)  # [r,R,d]
             scores = torch.matmul(queries, k[low:last, group].to(dtype).T).mul_(scheme.scale)
-            if bias is not None:
-                scores += bias[mine, None, low:last]
+            if table is not None:
+                scores += table[mine, None, low:last]
+            elif slopes is not None:
+                scores -= slopes[mine] * distance
             if scheme.softcap is not None:
                 scores.div_(scheme.softcap).tanh_().mul_(scheme.softcap)
             scores.masked_fill_(hidden, -torch.inf)
@@ -118,7 +121,7 @@ def blockwise_attention(
     mask: Bool[Tensor, "b 1 n n"] | Bool[Tensor, "1 1 n n"] | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " h"] | None = None,
-    budget: int = BUDGET,
+    budget: int | None = None,
 ) -> Float[Tensor, "b n h e"]:
     """The attention's output where no fast attention of PyTorch computes it: soft caps and sinks. Differentiable.
 
