@@ -27,6 +27,8 @@ _PUBLIC: dict[str, str] = {
     # predicting
     "Rollout": "posattn.rollout.dense",
     "energy_rollout": "posattn.rollout.energy",
+    "coherent_energy_rollout": "posattn.rollout.energy",
+    "cotangent_gains": "posattn.probes.gains",
     "predict": "posattn.rollout.variants",
     "Architecture": "posattn.rollout.simulate",
     "PowerLaw": "posattn.rollout.simulate",
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     from posattn.models.loading import as_model as as_model
     from posattn.models.loading import load_model as load_model
     from posattn.probes.contribution import ContributionProbe as ContributionProbe
+    from posattn.probes.gains import cotangent_gains as cotangent_gains
     from posattn.probes.kernel import KernelProbe as KernelProbe
     from posattn.probes.measure import Measurement as Measurement
     from posattn.probes.measure import measure as measure
@@ -95,6 +98,7 @@ if TYPE_CHECKING:
     from posattn.rollout.dense import rollout as rollout
     from posattn.rollout.depth import collapse as collapse
     from posattn.rollout.depth import depth_theory as depth_theory
+    from posattn.rollout.energy import coherent_energy_rollout as coherent_energy_rollout
     from posattn.rollout.energy import energy_rollout as energy_rollout
     from posattn.rollout.forces import force_shares as force_shares
     from posattn.rollout.monotone import monotonicity as monotonicity
