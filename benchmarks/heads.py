@@ -18,14 +18,15 @@ Times are wall-clock seconds and, as other work may share the machine, CPU secon
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import platform
 import resource
+import sys
 import time
 import warnings
-from contextlib import contextmanager
 from typing import Any
 
 
@@ -49,14 +50,21 @@ def random_llama() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-@contextmanager
+@contextlib.contextmanager
 def timed(record: dict[str, Any], name: str):
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     record[name] = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+    print(name, record[name], file=sys.stderr, flush=True)
 
 
-def peak_mib() -> float:
+def peak_mib(reset: bool = False) -> float:
+    """Peak resident memory since the last reset (Linux; elsewhere since the start)."""
+    if reset:
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -158,11 +166,11 @@ def main() -> None:
         document = row[None, :length]
         with torch.no_grad():
             model(document)
-        before = peak_mib()
+        before = peak_mib(reset=True)
         with torch.no_grad(), timed(record, "forward"):
             model(document)
         record["forward_peak_extra_mib"] = peak_mib() - before
-        before = peak_mib()
+        before = peak_mib(reset=True)
         with timed(record, "score_heads"):
             score_heads(model, document, companions=False, evidence=False, bootstrap=0)
         with timed(record, "score_heads_companions"):
