@@ -6,7 +6,8 @@
 # PLAN=core|full   core: both language models and two seeds of both tasks. full (default): the comparisons as well
 # LIMIT=270        seconds a process may take; it then stops cleanly with what it has
 # JOBS=0           processes at a time (0: all). DEVICE=cuda|cpu. STEPS=6750, LM_STEPS=6000. PYTHON=python3
-# LM_ARGS, TASK_ARGS: further arguments of scripts/train_bytes.py and scripts/train_tasks.py
+# LM_ARGS, TASK_ARGS: further arguments of scripts/train_bytes.py and scripts/train_tasks.py; TASK_ARGS='--track 50' scores
+#   every head each 50 steps (without it scripts/learning_tables.py scores the snapshots afterwards)
 # CORPUS=.corpus/python-docs.jsonl (python scripts/train_bytes.py corpus PATH); without it the interpreter's own text is used
 #
 # OUTDIR receives at most 8 tar files of at most 15 MiB, most important first; WORK (default: a new folder) keeps everything.
