@@ -162,6 +162,9 @@ def test_purity_is_the_distance_to_the_nearest_corner():
     points = [(1.0, 0.0), (0.1, 0.95), (0.9, 0.7), (0.5, 0.5)]
     found = purity(torch.tensor([p for p, _ in points]), torch.tensor([s for _, s in points]))
     assert found.tolist() == pytest.approx([0.0, 0.1, 0.3, 0.5])
+    even = torch.ones(1)
+    assert purity(even, even).tolist() == [0.0]
+    assert purity(even, even, uniform=False).tolist() == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -212,13 +212,15 @@ def train_summary(
     from posattn.results import SCHEMA, provenance
 
     config = configs[0]
+    shape = config.shape
+    size = f"{config.preset} preset" if not config.model else f"{shape['layers']} layers × {shape['heads']} heads"
     last = dynamics.labels(emergence.gamma)
     names = list(dynamics.runs)
     return {
         "schema": SCHEMA,
         "command": "train",
         "provenance": provenance(
-            model={"name": f"GPT-J, {config.preset} preset", **config.shape},
+            model={"name": f"GPT-J, {size}", **shape},
             tokens={"source": f"{config.task} task", "parameters": config.make_task().parameters},
             seed=[c.seed for c in configs],
             training=dataclasses.asdict(config),

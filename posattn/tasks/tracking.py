@@ -15,9 +15,9 @@ the original stay as they are.
 (`stays`), and was first seen as it at `first`. Accuracy milestones likewise: the first step at which it is reached.
 
 **Relation of accuracy and purity.** Per run, over its measured steps: Spearman correlation of accuracy with the number
-of pure heads and with mean purity 1 − γ; and the lag, in steps, from accuracy .99 to the median pure head. Runs are the
-units: intervals are `scipy.stats.bootstrap` percentile intervals over seeds, NaN with a single run. Steps of one run
-are not independent, so nothing is resampled within a run.
+of pure heads and with mean purity 1 − γ (γ to the two pure corners only); and the lag, in steps, from accuracy .99 to
+the median pure head. Runs are the units: intervals are `scipy.stats.bootstrap` percentile intervals over seeds, NaN
+with a single run. Steps of one run are not independent, so nothing is resampled within a run.
 """
 
 from __future__ import annotations
@@ -226,10 +226,15 @@ def _undisturbed(model: Any) -> Iterator[None]:
                 part.training = mode
 
 
-def purity(positional: Float[Tensor, "*shape"], symbolic: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The smallest γ at which a head is pure: its Chebyshev distance to the nearest corner of the plane."""
+def purity(
+    positional: Float[Tensor, "*shape"], symbolic: Float[Tensor, "*shape"], uniform: bool = True
+) -> Float[Tensor, "*shape"]:
+    """The smallest γ at which a head is pure: its Chebyshev distance to the nearest corner of the plane.
+
+    `uniform=False` leaves out the corner (1, 1), where heads stand before they have learned anything.
+    """
     points = torch.stack([positional, symbolic], -1).double().unsqueeze(-2)
-    return (points - _CORNERS).abs().amax(-1).amin(-1)
+    return (points - _CORNERS[: 3 if uniform else 2]).abs().amax(-1).amin(-1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -321,7 +326,9 @@ class Dynamics(Result):
         rows: list[dict[str, Any]] = []
         for r, run in enumerate(self.runs):
             curves = [("accuracy", self.accuracy[r])]
-            curves += [(f"accuracy, {k} hops", self.accuracy_hops[r, :, i]) for i, k in enumerate(self.hops)]
+            curves += [
+                (f"accuracy, {k} hop{'s' * (k != 1)}", self.accuracy_hops[r, :, i]) for i, k in enumerate(self.hops)
+            ]
             for name, curve in curves:
                 for level in accuracies:
                     rows.append(_event(run, f"{name} ≥ {level:g}", self.steps, (curve >= level).tolist()))
@@ -346,7 +353,8 @@ class Dynamics(Result):
         """How accuracy goes with purity, each run by itself, with intervals over runs."""
         _check_gamma(gamma)
         pure = self.counts(gamma)[..., :2].sum(-1)
-        mean = 1 - self.gamma.flatten(2).mean(-1)
+        # heads that have learned nothing are uniform: that corner is no purity here
+        mean = 1 - purity(self.positional, self.symbolic, uniform=False).flatten(2).mean(-1)
         figures: dict[str, list[float]] = {"pure_heads": [], "mean_purity": [], "lag": [], "final_pure": []}
         timeline = self.emergence(gamma)
         for r, run in enumerate(self.runs):
