@@ -60,7 +60,7 @@ def blocks_of(plain: Any) -> Any:
 
 
 @torch.no_grad()
-def plainly(name: str, plain: Any, document: Tensor) -> dict[str, Tensor]:
+def plainly(name: str, plain: Any, document: Tensor, attentions: bool = True) -> dict[str, Tensor]:
     """X [T,N,D], a [T,N,D] and pattern [T,H,N,N] of one document, in float64, from transformers alone."""
     found: dict[int, dict[str, Tensor]] = {}
     handles = []
@@ -86,23 +86,29 @@ def plainly(name: str, plain: Any, document: Tensor) -> dict[str, Tensor]:
             attention.register_forward_hook(within, with_kwargs=True),
         ]
     try:
-        out = plain(document[None], output_attentions=True, use_cache=False)
+        out = plain(document[None], output_attentions=attentions, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
     layers = range(len(found))
-    return {
+    kept = {
         "x": torch.stack([found[t]["x"] for t in layers]).double(),
         "a": torch.stack([found[t]["a"] for t in layers]).double() * MULTIPLIER.get(name, 1.0),
-        "pattern": torch.stack([attention[0] for attention in out.attentions]).double(),
     }
+    if attentions:
+        kept["pattern"] = torch.stack([attention[0] for attention in out.attentions]).double()
+    return kept
 
 
 def expected(name: str, plain: Any, documents: list[Tensor]) -> dict[str, Tensor]:
     """The means over documents of one length."""
+    return means([plainly(name, plain, document) for document in documents])
+
+
+def means(documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What the probes must say of these documents, by the formulas."""
     rows = []
-    for document in documents:
-        found = plainly(name, plain, document)
+    for found in documents:
         x, a = found["x"], found["a"]
         token = a.norm(dim=-1) / (x.norm(dim=-1) + a.norm(dim=-1))
         whole_x, whole_a = x.flatten(1).norm(dim=-1), a.flatten(1).norm(dim=-1)
@@ -145,6 +151,35 @@ def test_probes_equal_transformers(name: str) -> None:
     for per_head in (False, True):
         tokens = load_tokens(ids, model, batch_size=2)
         check(measure(model, tokens, per_head=per_head, progress=False, check=False), want)
+
+
+def test_probes_equal_the_default_path_of_falcon_with_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its eager path counts ALiBi twice, so the pattern is taken from what the default kernel receives."""
+    from posattn.models.loading import as_model
+
+    plain = families.tiny("falcon_alibi", attn_implementation="sdpa")
+    fused = torch.nn.functional.scaled_dot_product_attention
+    patterns: list[Tensor] = []
+
+    def recorded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **keywords: Any) -> Tensor:
+        logits = query.double() @ key.double().mT / query.shape[-1] ** 0.5 + attn_mask.double()
+        patterns.append(logits.softmax(-1)[0])
+        return fused(query, key, value, attn_mask=attn_mask, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+
+    def default_path(document: Tensor) -> dict[str, Tensor]:
+        patterns.clear()
+        kept = plainly("falcon_alibi", plain, document, attentions=False)
+        return kept | {"pattern": torch.stack(patterns)}
+
+    ids = families.tokens(3, 12)
+    want = means([default_path(document) for document in ids])
+    monkeypatch.undo()
+    model = as_model(families.tiny("falcon_alibi"))
+    for per_head in (False, True):
+        tokens = load_tokens(ids, model, batch_size=2)
+        check(measure(model, tokens, per_head=per_head, progress=False), want)
 
 
 @pytest.mark.parametrize(
