@@ -19,6 +19,7 @@ _PUBLIC: dict[str, str] = {
     "Tokens": "posattn.tokens",
     # measuring
     "attach": "posattn.probes.session",
+    "from_cache": "posattn.probes.session",
     "measure": "posattn.probes.measure",
     "Measurement": "posattn.probes.measure",
     "MixingProbe": "posattn.probes.mixing",
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from posattn.probes.measure import measure as measure
     from posattn.probes.mixing import MixingProbe as MixingProbe
     from posattn.probes.session import attach as attach
+    from posattn.probes.session import from_cache as from_cache
     from posattn.results import Result as Result
     from posattn.rollout.dense import Rollout as Rollout
     from posattn.rollout.dense import rollout as rollout
