@@ -8,7 +8,7 @@ A Llama with random weights is built in place. In one run, on the same tokens an
 * `plain forward`: the model alone, with the attention that it chooses itself (fast attention);
 * `streamed, binned` and `streamed, whole`: `MixingProbe` and `StreamedKernelProbe` attached;
 * `materialised`: `MixingProbe` and `KernelProbe` on the same weights with eager attention, as TransformerLens runs it
-  (left out with `--no-materialised`, and on CUDA, where its patterns would not fit at the lengths of interest).
+  (left out with `--no-materialised`, and on CUDA beyond 4096 tokens, where its patterns would not fit).
 
 Peak memory is what the allocator handed out during the first batch above what was held before it (model and tokens),
 running statistics included: CUDA's own statistics, or on a CPU the allocations that PyTorch's profiler records. Before
@@ -173,7 +173,7 @@ def main() -> int:
     measured("streamed, binned", *streamed(args.bins))
     if args.whole:
         measured("streamed, whole", *streamed(None))
-    if args.materialised and device.type == "cpu":
+    if args.materialised and (device.type == "cpu" or args.length <= 4096):
         eager = Materialised(build(shape, args.length, args.dtype, args.device, "eager"))
         measured("materialised", lambda: eager(ids), eager.probes[1])
 
@@ -202,7 +202,8 @@ def main() -> int:
             "provenance": provenance(device=args.device, dtype=args.dtype),
         }
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    allowed = 1e-5 if args.dtype == "float32" and device.type == "cpu" else 1e-3
+    # half precision differs by the rounding of patterns that eager attention writes down
+    allowed = 4e-3 if args.dtype != "float32" else 1e-5 if device.type == "cpu" else 1e-4
     failed = any(value > allowed for value in wrong.values())
     failed |= args.minimum is not None and (ratio is None or ratio["streamed, binned"] < args.minimum)
     failed |= args.slowdown is not None and slower > args.slowdown

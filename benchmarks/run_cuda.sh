@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Everything of the rollout that needs a CUDA device, in one go: the Triton kernels' tests, then the benchmark.
+# Everything that needs a CUDA device, in one go: the tests of the Triton kernels (rollout, streamed head means), then
+# the benchmarks of the rollout and of long-context capture. Needs torch, transformers, triton, numpy, jaxtyping,
+# safetensors, einops and pytest there. The capture part has not been run on a device yet ("not run").
 #
 #   benchmarks/run_cuda.sh DIR [--tune]
 #
-# Results and logs go to DIR (rollout-cuda.json, .csv, .md; tests-*.log; check-*.log). PYTHON names the interpreter
+# Results and logs go to DIR (rollout-cuda.json, .csv, .md; long-context-cuda.json; *.log). PYTHON names the interpreter
 # (default python3). A part that fails is reported and the others still run; the exit status is 1 then.
 set -u
 cd "$(dirname "$0")/.."
@@ -29,6 +31,12 @@ for dtype in f32 bf16 f16; do
     tests/test_fast_kernels.py >"$out/tests-$dtype.log" 2>&1 &
   pids+=($!) names+=("tests-$dtype")
 done
+timeout 200 "$python" -m pytest -q --noconftest -p no:cacheprovider -o filterwarnings=default -m cuda \
+  tests/test_streamed_triton.py >"$out/tests-streamed.log" 2>&1 &
+pids+=($!) names+=("tests-streamed")
+timeout 150 "$python" benchmarks/long_context.py --device cuda --shape llama-1b --length 2048 \
+  >"$out/check-streamed.log" 2>&1 &
+pids+=($!) names+=("check-streamed")
 for dtype in bfloat16 float16 float32 tf32; do
   timeout 150 "$python" benchmarks/rollout.py --device cuda --check-only --only " $dtype " "$@" \
     >"$out/check-$dtype.log" 2>&1 &
@@ -49,5 +57,8 @@ done
 echo "tests and checks: $((SECONDS - started)) s"
 
 timeout 150 "$python" benchmarks/rollout.py --device cuda --out "$out" --seconds 1.2 --rounds 11 "$@" || status=1
+# capture of a Llama-shaped model at 32k tokens: at most 1.5 times its forward pass with fast attention
+timeout 100 "$python" benchmarks/long_context.py --device cuda --shape llama-8b --length 32768 --dtype bfloat16 \
+  --no-whole --no-materialised --rounds 5 --slowdown 1.5 --out "$out/long-context-cuda.json" || status=1
 echo "all: $((SECONDS - started)) s"
 exit $status

@@ -249,10 +249,10 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
         )
     if isinstance(kernels, BinnedKernels):
         bound = kernels.binning_error(mixing.token)
+        says = f"is off by at most {bound:.2g}" if bound < 1 else "has no useful bound"
         yield (
-            f"Kernels are binned, {kernels.width} positions a bin: profiles are of bins. A row strays from its bin's mean "
-            f"by {float(kernels.strays.mean()):.2g} on average (total variation); for the rollout this gives a bound of "
-            f"{min(bound, 1.0):.2g}{' (no statement)' if bound >= 1 else ''}."
+            f"Kernels are binned, {kernels.width} positions a bin: profiles are of bins. A row strays from its bin's "
+            f"mean by {float(kernels.strays.mean()):.2g} on average (total variation); the rollout {says}."
         )
     asked, used = (facts.get("tokens") or {}).get("samples_asked"), kernels.documents
     if asked is not None and used < asked:

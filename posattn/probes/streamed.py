@@ -219,14 +219,22 @@ def add_document(
             continue
         columns = torch.nn.functional.pad(rows, (0, -rows.shape[1] % bins)).unflatten(1, (-1, bins)).sum(-1)
         top, left = block.first // bins, block.low // bins
-        for start in range(0, len(columns), bins):  # bin by bin of rows
-            piece = columns[start : start + bins]
-            summed = piece.sum(0)
-            total[top, left : left + len(summed)] += summed
-            off = (piece - summed / len(piece)).abs().sum(-1) / (2 * heads)
-            stray[block.first + start : block.first + start + len(piece)] += off
-            top += 1
+        corner = total[top : top + -(-len(columns) // bins), left : left + columns.shape[1]]
+        bin_rows(columns, bins, heads, corner, stray[block.first : block.last])
     return sinks.float()
+
+
+def bin_rows(
+    columns: Float[Tensor, "r m"], bins: int, heads: int, total: Float[Tensor, "q m"], stray: Float[Tensor, " r"]
+) -> None:
+    """Add the sums over the bins of rows to `total`, and each row's distance from its bin's mean to `stray`."""
+    padded = torch.nn.functional.pad(columns, (0, 0, 0, -len(columns) % bins)).unflatten(0, (-1, bins))
+    summed = padded.sum(1)
+    total += summed
+    members = torch.full((len(summed), 1), float(bins), device=columns.device)
+    members[-1] = len(columns) - bins * (len(summed) - 1)
+    off = (padded - (summed / members)[:, None]).abs_().sum(-1).flatten()[: len(columns)]
+    stray += off / (2 * heads)
 
 
 def _adder(q: Tensor) -> Any:
