@@ -118,3 +118,143 @@ HOSTILE = [
     "]]>&lt;b&gt;\u2028\u2029",
     "javascript:window.__pwned=1",
 ]
+
+
+def heads_summary(layers: int = 3, heads: int = 4, labels: str = "mixed") -> dict[str, Any]:
+    """A summary.json of `posattn heads`: L0H0 positional, L1H1 symbolic, L2H2 an induction head, the rest `labels`.
+
+    With labels "symbolic" there is no positional head at all.
+    """
+    corner = {"positional": (0.95, 0.05), "symbolic": (0.05, 0.95), "uniform": (0.97, 0.97), "mixed": (0.5, 0.6)}
+    grid = [[labels] * heads for _ in range(layers)]
+    if labels != "symbolic":
+        grid[0][0], grid[1][1] = "positional", "symbolic"
+    positional, symbolic = ([[corner[label][i] for label in row] for row in grid] for i in (0, 1))
+    roles: list[list[list[str]]] = [[[] for _ in range(heads)] for _ in range(layers)]
+    roles[2][2] = ["induction"]
+    share = np.full((layers, heads), 0.02)
+    share[2][2] = 0.8
+    counts = {label: sum(row.count(label) for row in grid) for label in corner}
+
+    def band(values: list[list[float]]) -> list[list[list[float]]]:
+        return [[[v - 0.02, v + 0.02] for v in row] for row in values]
+
+    return {
+        "schema": 1,
+        "command": "heads",
+        "provenance": profile_summary()["provenance"],
+        "positional": positional,
+        "symbolic": symbolic,
+        "entropy": [[1.0] * heads for _ in range(layers)],
+        "positional_interval": band(positional),
+        "symbolic_interval": band(symbolic),
+        "interval_over": "documents",
+        "confidence": 0.95,
+        "level": "keys",
+        "tau": 1e-4,
+        "documents": 8,
+        "queries": 64,
+        "labels": grid,
+        "nearest": grid,
+        "certain": [[True] * heads for _ in range(layers)],
+        "gamma": [[0.05 if label in ("positional", "symbolic") else 0.4 for label in row] for row in grid],
+        "roles": roles,
+        "counts": counts,
+        "role_counts": {"induction": 1, "previous_token": 0, "sink": 0},
+        "thresholds": {"purity": 0.2, "rule": "corner", "role_evidence": {"induction": "induction_repeat"}},
+        "evidence": {
+            "induction_repeat": {
+                "measured": share.tolist(),
+                "chance": np.full((layers, heads), 0.01).tolist(),
+                "queries": 99,
+            }
+        },
+        "rotary": {
+            name: np.ones((layers, heads)).tolist()
+            for name in ("head_id", "offset", "sharpness", "symbol_scale", "profile_distance")
+        },
+        "warnings": [],
+    }
+
+
+def heads_arrays(layers: int = 3, heads: int = 4, n: int = 24, frequencies: int = 8) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    pattern = np.tril(rng.gamma(0.3, size=(layers, heads, n, n)) + 1e-4)
+    arrays = {
+        "pattern": pattern / pattern.sum(-1, keepdims=True),
+        "cross_logits": rng.normal(size=(layers, heads, n - 1, n - 1)),
+        "rotary.frequencies": np.ones((layers, frequencies)),
+    }
+    for name in ("energy", "variance_share", "positional", "symbolic"):
+        arrays[f"rotary.{name}"] = rng.uniform(size=(layers, heads, frequencies))
+    for name in ("predicted_attention", "real_attention"):
+        arrays[f"rotary.{name}"] = rng.uniform(size=(layers, heads, n))
+    return arrays
+
+
+def simulate_summary(primacy: bool = False) -> dict[str, Any]:
+    """A summary.json of `posattn simulate` at 64 and 256 positions."""
+    lengths = [64, 256]
+    kind = "primacy" if primacy else "u"
+
+    def packed(n: int) -> dict[str, Any]:
+        return {
+            name: {"position": list(range(n)), "value": curve(which, n).tolist()}
+            for name, which in (("residual", kind), ("attention_only", "primacy"), ("half", "flat"))
+        }
+
+    return {
+        "schema": 1,
+        "command": "simulate",
+        "provenance": {
+            "preset": "made-up",
+            "convention": "own",
+            "architecture": {"name": "made-up", "layers": 3, "heads": 2, "position": "alibi", "slopes": "mpt"},
+            "versions": {},
+            "time": "2026-01-02T03:04:05+00:00",
+        },
+        "lengths": lengths,
+        "mixing": [0.5, 0.3, 0.2],
+        "profiles": {str(n): packed(n) for n in lengths},
+        "shape": {str(n): {name: shape_of(np.array(c["value"])) for name, c in packed(n).items()} for n in lengths},
+        "forces": {
+            "64": {
+                "forces": ["causal", "residual", "position", "content"],
+                "quantities": ["mean_position", "primacy", "recency"],
+                "shares": [[-0.3, 0.4, -0.1], [0.2, -0.2, 0.2], [0.1, -0.1, 0.2], [0.0, 0.0, 0.0]],
+                "total": [0.5, 0.225, 0.425],
+                "baseline": [0.5, 0.125, 0.125],
+                "order": ["causal", "position", "residual", "content"],
+            }
+        },
+        "depth": {
+            "length": 64,
+            "first_mass": [0.1, 0.2, 0.3],
+            "off_first": [0.9, 0.8, 0.7],
+            "bound": [0.95, 0.9, 0.85],
+            "last_diagonal": [0.5, 0.4, 0.3],
+            "mixing_sum": [0.5, 0.8, 1.0],
+            "implication": "λ_t ≈ 0.5·t^-0.8 sums to infinity: with more depth all influence moves to the first token",
+            "condition": "the first column of A stays bounded below",
+            "collapse": {"eta": 0.01, "depth": None, "predicted_depth": 900.0, "bound_depth": None, "reason": "slow"},
+        },
+        "monotonicity": {"length": 64, "worst": 0.0},
+        "warnings": [],
+    }
+
+
+def compare_summary(difference: float = 0.3, half: float = 0.1) -> dict[str, Any]:
+    """A summary.json of `posattn compare`: two profiles whose U index differs by `difference` ± `half`."""
+    runs = [profile_summary("u"), profile_summary("recency")]
+    row = {"run": 1, "first": 0.1, "this": 0.1 + difference, "difference": difference, "paired": True}
+    return {
+        "schema": 1,
+        "command": "compare",
+        "of": "profile",
+        "provenance": {"runs": ["a", "b"], "versions": {}},
+        "runs": [{"folder": name, **run} for name, run in zip("ab", runs, strict=True)],
+        "names": ["a", "b"],
+        "differing": {"seed": [0, 1]},
+        "differences": [{**row, "figure": "u_index", "low": difference - half, "high": difference + half}],
+        "warnings": [],
+    }

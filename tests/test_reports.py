@@ -13,8 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posattn.reports import charts, findings, kit
+from posattn.reports.pages import PAGES
 from posattn.reports.profile import profile_page
-from tests.report_samples import HOSTILE, curve, profile_arrays, profile_summary, shape_of
+from tests.report_samples import (
+    HOSTILE,
+    compare_summary,
+    curve,
+    heads_arrays,
+    heads_summary,
+    profile_arrays,
+    profile_summary,
+    shape_of,
+    simulate_summary,
+)
 
 
 def text_of(finding: kit.Finding | None) -> str:
@@ -145,14 +156,101 @@ def test_predictions_without_a_measured_influence_stand_untested() -> None:
     assert findings.not_measured(profile_summary("u")) is None
 
 
-def test_every_link_of_a_finding_leads_to_something_on_the_page() -> None:
-    page = profile_page(profile_summary("u", massive=True, sink=True), profile_arrays())
+def test_heads_are_counted_and_named() -> None:
+    summary = heads_summary()
+    assert "Of 12 heads, 1 positional, 1 symbolic, 0 uniform and 10 mixed." in text_of(findings.label_counts(summary))
+    assert "12 of 12 labels stay the same" in text_of(findings.label_counts(summary))
+    assert "64 queries in 8 documents" in text_of(findings.label_counts(summary))
+    assert "Purest positional: L0H0; purest symbolic: L1H1." in text_of(findings.purest_heads(summary))
+    roles = text_of(findings.named_roles(summary))
+    assert "1 induction head (strongest L2H2: 80% of its attention" in roles
+    assert "chance 1%" in roles
+    assert "sink" not in roles
+    assert findings.no_positional_head(summary) is None
+    assert findings.too_even_to_tell(summary) is None
+
+
+def test_no_positional_head_is_said_with_the_nearest() -> None:
+    text = text_of(findings.no_positional_head(heads_summary(labels="symbolic")))
+    assert text.startswith("No head is positional: the nearest to positional is L0H0 (s_pos 0.05, s_sym 0.95)")
+    assert "symbolic:" not in text
+
+
+def test_uniform_heads_are_not_taken_for_both() -> None:
+    finding = findings.too_even_to_tell(heads_summary(labels="uniform"))
+    assert finding is not None
+    assert "10 of 12 heads are uniform" in finding.text
+    assert finding.tone == "caution"
+
+
+@pytest.mark.parametrize(("low", "says"), [(0.1, "more than random heads do: positional"), (-0.1, "no class of heads")])
+def test_removal_matters_only_beyond_random_heads(low: float, says: str) -> None:
+    summary = heads_summary()
+    summary["ablation"] = {
+        "classes": ["positional"],
+        "lengths": [32],
+        "mode": "zero",
+        "excess": [[0.2]],
+        "excess_interval": [[[low, 0.3]]],
+        "documents": 8,
+        "controls": 5,
+    }
+    assert says in text_of(findings.removal_matters(summary))
+
+
+def test_a_simulated_profile_is_called_what_it_is_and_that_it_is_no_measurement() -> None:
+    text = text_of(findings.simulated_shape(simulate_summary()))
+    assert "implies a U-shaped profile" in text
+    assert "what a trained model's content adds is not in it" in text
+    assert "a primacy bias and no U shape" in text_of(findings.simulated_shape(simulate_summary(primacy=True)))
+
+
+def test_the_strongest_force_and_the_condition_of_a_collapse_are_named() -> None:
+    summary = simulate_summary()
+    text = text_of(findings.strongest_force(summary))
+    assert text.startswith("The causal mask moves the mean position most, towards the beginning")
+    assert "the residual 0.20" in text
+    assert "content" not in text.split(".")[0]
+    text = text_of(findings.more_depth(summary))
+    assert "If the first column of A stays bounded below" in text
+    assert "would be reached near depth 900" in text
+    assert findings.not_monotone(summary) is None
+    summary["monotonicity"]["worst"] = 0.01
+    assert "not stochastically monotone" in text_of(findings.not_monotone(summary))
+
+
+def test_a_comparison_tells_apart_only_what_its_interval_does() -> None:
+    apart, unclear = (findings.compare_findings(compare_summary(half=half))[0] for half in (0.1, 0.5))
+    assert "U index 0.10 → 0.40 (0.20 to 0.40)" in apart.text
+    assert "paired" in apart.sure
+    assert "no figure of shape or mixing is told apart. Not told apart: U index" in unclear.text
+
+
+PAGES_TRIED = {
+    "profile": (profile_summary("u", massive=True, sink=True), profile_arrays()),
+    "heads": (heads_summary(), heads_arrays()),
+    "simulate": (
+        simulate_summary(),
+        {"forces.64.path": np.ones((5, 64)) / 64, "depth.profiles": np.ones((3, 64)) / 64},
+    ),
+    "compare": (compare_summary(), {}),
+}
+
+
+@pytest.mark.parametrize("command", PAGES_TRIED)
+def test_every_link_of_a_page_leads_to_something_on_it(command: str) -> None:
+    page = PAGES[command](*PAGES_TRIED[command])
     html = kit.render(page)
     anchors = {anchor for finding in page.findings for anchor, _ in finding.links}
     anchors |= {figure.link for figure in page.figures if figure.link}
     assert anchors
     for anchor in anchors:
-        assert f'id="{anchor}"' in html, anchor
+        assert f'id="{anchor.split(":")[0]}"' in html, anchor
+
+
+def test_a_report_of_the_heads_of_a_large_model_stays_small() -> None:
+    html = kit.render(PAGES["heads"](heads_summary(32, 32), heads_arrays(32, 32, 64, 32)))
+    assert len(html.encode()) < 8_000_000
 
 
 # ---- markup ------------------------------------------------------------------------------------------------------

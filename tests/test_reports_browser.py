@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from posattn.reports.kit import Column, Fold, Link, Page, Section, Table, render
+from posattn.reports.pages import PAGES
 from posattn.reports.profile import profile_page
 from tests.report_samples import HOSTILE, profile_arrays, profile_summary
+from tests.test_reports import PAGES_TRIED
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.slow
@@ -92,6 +94,32 @@ def test_every_chart_is_drawn_and_nothing_sticks_out(opened: Any, theme: str, wi
     if SHOTS:
         Path(SHOTS).mkdir(parents=True, exist_ok=True)
         tab.screenshot(path=f"{SHOTS}/profile-{theme}-{width}.png", full_page=True)
+
+
+@pytest.mark.parametrize("command", ["heads", "simulate", "compare"])
+def test_the_other_reports_draw_all_their_charts(opened: Any, command: str) -> None:
+    for theme, width in (("light", 1280), ("dark", 400)):
+        tab = opened(PAGES[command](*PAGES_TRIED[command]), theme=theme, width=width)
+        assert tab.evaluate("[...document.querySelectorAll('.plot')].every(p => p.querySelector('svg.main-svg'))")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        if SHOTS:
+            Path(SHOTS).mkdir(parents=True, exist_ok=True)
+            tab.screenshot(path=f"{SHOTS}/{command}-{theme}-{width}.png", full_page=True)
+
+
+def test_a_head_is_opened_by_link_and_stepped_through(opened: Any) -> None:
+    tab = opened(PAGES["heads"](*PAGES_TRIED["heads"]))
+    name = "document.querySelector('#head dl dd').textContent"
+    assert tab.evaluate(name) == "L0H0"
+    tab.fill("#heads-table input", "L1H1")
+    tab.click("#heads-table tbody a >> visible=true")
+    tab.wait_for_function(f"{name} === 'L1H1'")
+    assert tab.evaluate("document.querySelector('#head select').value") == "layer 1"
+    tab.click("#head [data-step='1']")
+    tab.wait_for_function(f"{name} === 'L1H2'")
+    tab.click("#head [data-step='1']")
+    tab.click("#head [data-step='1']")
+    tab.wait_for_function(f"{name} === 'L2H0'")
 
 
 def test_controls_change_what_is_drawn(opened: Any) -> None:

@@ -99,7 +99,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def differing(summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Every setting of the provenance in which the runs differ: name -> value of each run."""
-    facts = [{k: v for k, v in _flat(s["provenance"]).items() if k != "time" and not k.startswith("self check")} for s in summaries]
+    facts = [
+        {k: v for k, v in _flat(s["provenance"]).items() if k != "time" and not k.startswith("self check")}
+        for s in summaries
+    ]
     keys = list(dict.fromkeys(key for one in facts for key in one))
     return {key: [one.get(key) for one in facts] for key in keys if len({repr(one.get(key)) for one in facts}) > 1}
 
