@@ -1,4 +1,4 @@
-"""Mean logits by distance and β: against loops over pairs, on toy models, on tiny families, and where the answer is known."""
+"""Mean logits by distance and β: against loops over pairs, on toy models and tiny families, and known answers."""
 
 from __future__ import annotations
 

@@ -9,6 +9,9 @@ import typer
 
 from posattn.commands import options, output
 
+#: weights (layers × heads × positions²) up to which the four forces are told apart
+FORCES_UP_TO = 1 << 28
+
 
 def profile(
     model: options.Model,
@@ -91,16 +94,26 @@ def measure_profile(
     from posattn.influence.intervals import influence_intervals
     from posattn.probes.contribution import ContributionProbe
     from posattn.probes.measure import measure
+    from posattn.probes.positional import PositionalProbe
     from posattn.reports.summaries import profile_arrays, profile_summary, profile_tables
     from posattn.reports.write import plain, write_folder
+    from posattn.rollout.implied import IMPLIED, implied_profiles
     from posattn.rollout.variants import VARIANTS
 
-    probe = ContributionProbe()
+    probe, positional = ContributionProbe(), PositionalProbe()
     output.say(f"measuring {tokens.documents} documents of {tokens.length} tokens", quiet)
     measurement = measure(
-        model, tokens, per_head=per_head, checkpoint=checkpoint, resume=resume, progress=not quiet, probes=[probe]
+        model,
+        tokens,
+        per_head=per_head,
+        checkpoint=checkpoint,
+        resume=resume,
+        progress=not quiet,
+        probes=[probe, positional],
     )
     profiles = predicted_profiles(measurement, probe.result(model))
+    by_distance = positional.result(model)
+    profiles |= implied_profiles(measurement.mixing.token, by_distance)
 
     measured = comparison = intervals = None
     if method is not None:
@@ -111,6 +124,9 @@ def measure_profile(
         comparison = {name: compare_profiles(curve, measured.profile).to_dict() for name, curve in against.items()}
         if tokens.documents > 1:
             intervals = influence_intervals(measured, profiles)
+    forces, paths = four_forces(
+        measurement.mixing.token, by_distance, None if measured is None else measured.profile, warnings
+    )
     curves = {**({} if measured is None else {"influence": measured.profile}), **profiles}
     shapes = {name: describe_profile(curve).to_dict() for name, curve in curves.items()}
 
@@ -123,11 +139,12 @@ def measure_profile(
             shapes,
             intervals,
             warnings=warnings,
-            variants={name: VARIANTS.get(name, "") for name in profiles},
+            variants={name: {**VARIANTS, **IMPLIED}.get(name, "") for name in profiles},
+            forces=forces,
         )
     )
     output.say("drawing", quiet)
-    write_folder(folder, summary, profile_arrays(measurement, measured), profile_tables(summary, measurement))
+    write_folder(folder, summary, profile_arrays(measurement, measured, **paths), profile_tables(summary, measurement))
     return summary
 
 
@@ -144,3 +161,22 @@ def predicted_profiles(measurement: Any, contributions: Any) -> dict[str, Any]:
         sinks=sinks.where,
         parallel=contributions.parallel,
     )
+
+
+def four_forces(
+    mixing: Any, positional: Any, measured: Any, warnings: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The four forces' shares in the implied profile, as summary and arrays; empty where they are not to be had."""
+    from posattn.reports.summaries import forces_summary
+    from posattn.rollout.implied import implied_architecture, implied_forces
+
+    architecture = implied_architecture(mixing, positional)
+    layers, heads, length = positional.logits.shape
+    if architecture is None:
+        warnings.append("The four forces were left out: the layers have different numbers of heads.")
+    elif layers * heads * length**2 > FORCES_UP_TO:
+        warnings.append(f"The four forces were left out: {layers} × {heads} heads are too many at {length} positions.")
+    else:
+        shares, distance = implied_forces(architecture, length, measured)
+        return {str(length): forces_summary(shares, distance)}, {f"forces.{length}.path": shares.path}
+    return {}, {}

@@ -108,6 +108,7 @@ def simulate_into(
 
     from posattn.influence.distances import describe_profile
     from posattn.reports.charts import blocks
+    from posattn.reports.summaries import forces_summary, forces_table
     from posattn.reports.write import plain, write_folder
     from posattn.results import SCHEMA, provenance
     from posattn.rollout.depth import collapse, depth_theory
@@ -151,14 +152,7 @@ def simulate_into(
     for n in [n for n in lengths if n <= FORCES_UP_TO]:
         output.say(f"the four forces at {n} positions", quiet)
         shares = force_shares(architecture, n)
-        summary["forces"][str(n)] = {
-            "forces": shares.forces,
-            "quantities": shares.quantities,
-            "shares": shares.shares,
-            "total": shares.total,
-            "baseline": shares.baseline,
-            "order": shares.order,
-        }
+        summary["forces"][str(n)] = forces_summary(shares)
         arrays[f"forces.{n}.path"] = shares.path
     smallest = lengths[0]
     if smallest <= DEPTH_UP_TO:
@@ -207,12 +201,7 @@ def simulate_into(
         ),
     }
     if summary["forces"]:
-        tables["forces"] = pd.DataFrame(
-            {"length": int(n), "force": force, "quantity": quantity, "share": part["shares"][i][k]}
-            for n, part in summary["forces"].items()
-            for i, force in enumerate(part["forces"])
-            for k, quantity in enumerate(part["quantities"])
-        )
+        tables["forces"] = forces_table(summary["forces"])
     output.say("drawing", quiet)
     write_folder(folder, summary, arrays, tables)
     return summary

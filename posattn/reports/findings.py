@@ -36,6 +36,9 @@ VARIANTS = {
     "uniform": "every position counts alike",
 }
 
+#: the four forces in words
+FORCE_NAMES = {"causal": "the causal mask", "residual": "the residual", "position": "positions", "content": "content"}
+
 
 def in_words(summary: Summary, variant: str) -> str:
     """What a predicted profile is."""
@@ -48,6 +51,8 @@ def profile_findings(summary: Summary) -> tuple[Finding, ...]:
         summary,
         influence_shape,
         closest_prediction,
+        theory_reach,
+        force_behind,
         mixing_strength,
         first_position,
         collapse_without_residual,
@@ -168,6 +173,67 @@ def closest_prediction(summary: Summary) -> Finding | None:
         tone=tone,
         links=(("distances-table", "Distances"), ("profiles-chart", "Profiles")),
     )
+
+
+def theory_reach(summary: Summary) -> Finding | None:
+    """How near mask, λ, positions and coarse content come, beside the measured attention and an even curve."""
+    comparison = summary.get("comparison") or {}
+    if "positional" not in comparison or "positional_content" not in comparison:
+        return None
+    distance = {name: figures["wasserstein"] for name, figures in comparison.items()}
+    position, content = distance["positional"], distance["positional_content"]
+    best = min(position, content)
+    text = (
+        f"Mask, λ and positions alone (`positional`) come to {position:.3f} from the measured influence; with each "
+        f"head's preference for its own token (`positional_content`) to {content:.3f}"
+    )
+    tone: Literal["plain", "caution"] = "plain"
+    if (flat := distance.get("uniform")) is not None:
+        if best >= flat:
+            tone = "caution"
+            text += f", no nearer than an even curve ({flat:.3f}): the architecture does not explain where it looks"
+        else:
+            text += f", an even curve to {flat:.3f}"
+    text += "."
+    if (attention := distance.get("residual")) is not None:
+        if abs(best - attention) <= TIE * min(best, attention):
+            text += (
+                f" The measured attention (`residual`, {attention:.3f}) comes as near: its details add nothing here."
+            )
+        elif best < attention:
+            text += f" The measured attention (`residual`, {attention:.3f}) does not come as near."
+        else:
+            text += f" The measured attention (`residual`) comes nearer, to {attention:.3f}."
+    sure = (
+        "All three use the measured λ. "
+        f"Closeness is called equal within {TIE:.0%}; distances are Wasserstein-1 as a share of the context length. "
+    )
+    return Finding(text, sure + _influence_condition(summary), tone=tone, links=(("distances-table", "Distances"),))
+
+
+def force_behind(summary: Summary) -> Finding | None:
+    """Which force moves the implied profile where, and which of them brings it nearer to the measured influence."""
+    moved = strongest_force(summary)
+    if moved is None:
+        return None
+    part = next(iter(summary["forces"].values()))
+    text = f"In the `positional_content` profile {moved.text[0].lower()}{moved.text[1:]}"
+    if distance := part.get("distance"):
+        shares = dict(zip(part["forces"], distance["shares"], strict=True))
+        told = {
+            side: [
+                f"{FORCE_NAMES[force]} {_signed(share, 3)}"
+                for force, share in sorted(shares.items(), key=lambda item: -abs(item[1]))
+                if share * sign >= 5e-4
+            ]
+            for side, sign in (("nearer", -1), ("farther", 1))
+        }
+        words = [f"{side}: {_listed(names)}" for side, names in told.items() if names]
+        text += (
+            f" Set beside the measured influence, the four take the distance from {distance['baseline']:.3f} (an even "
+            f"curve) to {distance['total']:.3f}" + (f"; {'; '.join(words)}." if words else ".")
+        )
+    return Finding(text, moved.sure, links=(("forces-chart", "Shares"), ("forces-table", "Figures")))
 
 
 def mixing_strength(summary: Summary) -> Finding | None:
@@ -380,7 +446,7 @@ def strongest_force(summary: Summary) -> Finding | None:
     length, part = next(iter(summary["forces"].items()))
     at = part["quantities"].index("mean_position")
     shares = {force: row[at] for force, row in zip(part["forces"], part["shares"], strict=True)}
-    names = {"causal": "the causal mask", "residual": "the residual", "position": "positions", "content": "content"}
+    names = FORCE_NAMES
     ranked = sorted(shares, key=lambda force: -abs(shares[force]))
     if abs(shares[ranked[0]]) < 1e-9:
         return None

@@ -9,6 +9,7 @@ import numpy as np
 
 from posattn.reports import charts, common
 from posattn.reports.findings import in_words, profile_findings
+from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
 
 SHAPES = (
@@ -24,11 +25,18 @@ SHAPES = (
     ),
 )
 
+_FORCES_LEAD = (
+    "What makes the `positional_content` profile what it is: the profile that mask, measured λ, positions and each "
+    "head's preference for its own token imply, without the attention patterns themselves."
+)
+
 
 def profile_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
     """The whole page; `arrays` holds `kernels` [T,N,N] or [T,H,N,N] and `mixing_per_position` [T,N], where kept."""
     provenance = summary["provenance"]
     sections = [_profiles(summary), _mixing(summary, arrays), _kernels(summary, arrays)]
+    if summary.get("forces"):
+        sections.insert(1, forces_section(summary, arrays, _FORCES_LEAD))
     sections += [common.warnings_section(summary), common.provenance_section(summary)]
     return Page(
         command="profile",

@@ -9,16 +9,9 @@ import numpy as np
 
 from posattn.reports import charts, common
 from posattn.reports.findings import sentence, simulate_findings
+from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
 from posattn.reports.profile import SHAPES
-
-_FORCES = {
-    "causal": "causal mask",
-    "residual": "residual connections",
-    "position": "positional encoding",
-    "content": "content",
-}
-_QUANTITIES = {"mean_position": "mean position", "primacy": "first eighth", "recency": "last eighth"}
 
 
 def simulate_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
@@ -28,7 +21,7 @@ def simulate_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page
     lengths = summary["lengths"]
     sections = [
         _profiles(summary),
-        _forces(summary, arrays) if summary.get("forces") else None,
+        forces_section(summary, arrays) if summary.get("forces") else None,
         _depth(summary, arrays),
         common.warnings_section(summary),
         common.provenance_section(summary),
@@ -143,86 +136,6 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
         "Predicted profiles",
         tuple(blocks),
         "From mask, residual strength, positional encoding and coarse content alone; no model was run.",
-    )
-
-
-def _forces(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
-    views, paths, rows = {}, {}, []
-    for n, part in summary["forces"].items():
-        quantities = [_QUANTITIES.get(str(q), str(q)) for q in part["quantities"]]
-        traces = [
-            charts.bars(
-                _FORCES.get(str(force), str(force)), quantities, part["shares"][i], colour=f"@c{i}", hover="%{y:+.3f}"
-            )
-            for i, force in enumerate(part["forces"])
-        ]
-        layout = charts.axes("", "share of the change", barmode="group", hovermode="closest")
-        views[f"{n} positions"] = {"traces": traces, "layout": layout}
-        for i, force in enumerate(part["forces"]):
-            rows.append([int(n), _FORCES.get(str(force), str(force)), *part["shares"][i]])
-        rows.append([int(n), "all together", *(t - b for t, b in zip(part["total"], part["baseline"], strict=True))])
-        path = arrays.get(f"forces.{n}.path")
-        if path is not None:
-            names = ["none", *(f"+ {_FORCES.get(str(force), str(force))}" for force in part["order"])]
-            scale = max(int(n) - 1, 1)
-            curves = []
-            for i, (name, curve) in enumerate(zip(names, np.asarray(path), strict=True)):
-                x, y = charts.blocks(curve)
-                curves.append(
-                    charts.line(
-                        name,
-                        y * int(n),
-                        (np.asarray(x) / scale).tolist(),
-                        colour="@muted" if i == 0 else f"@c{i - 1}",
-                        dash="dot" if i == 0 else "solid",
-                        hover="%{y:.3g}",
-                    )
-                )
-            paths[f"{n} positions"] = {
-                "traces": curves,
-                "layout": charts.axes("position in the context (0 first, 1 last)", "density (1 = even share)"),
-            }
-    controls = (Control("length", tuple(views)),) if len(views) > 1 else ()
-    blocks: list[Block] = [
-        Chart(
-            "forces-chart",
-            "What each force does",
-            "Bars of each force's share of the change in mean position, first-eighth and last-eighth mass; the "
-            "figures are in the table.",
-            views,
-            note="Shapley shares over the 16 combinations: independent of the order in which the forces are "
-            "switched on, adding up to the whole change.",
-            controls=controls,
-        )
-    ]
-    if paths:
-        blocks.append(
-            Chart(
-                "path-chart",
-                "One force after the other",
-                "The profile as the forces are switched on one after the other, from an even share.",
-                paths,
-                controls=controls,
-                log_axis="y",
-                log_first=True,
-            )
-        )
-    columns = (
-        Column("length", format="d"),
-        Column("force", numeric=False),
-        *(Column(t, format="+.3f") for t in _QUANTITIES.values()),
-    )
-    blocks.append(
-        Table(
-            "forces-table",
-            "Shares",
-            columns,
-            rows,
-            note="Change against a profile in which every position counts alike.",
-        )
-    )
-    return Section(
-        "forces", "Four forces", tuple(blocks), "Which part of the architecture makes the profile what it is."
     )
 
 

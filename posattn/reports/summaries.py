@@ -76,6 +76,12 @@ def profile_arrays(measurement: Any, influence: Any = None, **more: Tensor) -> d
     return arrays
 
 
+def forces_summary(shares: Any, distance: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The four forces at one length; `distance` is their part in the distance to a measured profile."""
+    names = ("forces", "quantities", "shares", "total", "baseline", "order")
+    return {**{name: getattr(shares, name) for name in names}, **({} if distance is None else {"distance": distance})}
+
+
 def first_position_attention(kernels: Tensor) -> Tensor:
     """Mean weight [T] that queries in the second half put on the first position."""
     mean = kernels.mean(1) if kernels.dim() == 4 else kernels
@@ -106,7 +112,23 @@ def profile_tables(summary: Mapping[str, Any], measurement: Any) -> dict[str, An
             rows.append({"curve": name, "positions": "without first", **trimmed})
     if rows:
         tables["shapes"] = pd.DataFrame(rows)
+    if summary.get("forces"):
+        tables["forces"] = forces_table(summary["forces"])
     return tables
+
+
+def forces_table(forces: Mapping[str, Any]) -> Any:
+    """One row for each length, force and quantity (and `distance`, where it was set beside a measured profile)."""
+    import pandas as pd
+
+    rows = []
+    for n, part in forces.items():
+        for i, force in enumerate(part["forces"]):
+            shares = dict(zip(part["quantities"], part["shares"][i], strict=True))
+            if part.get("distance"):
+                shares["distance"] = part["distance"]["shares"][i]
+            rows += [{"length": int(n), "force": force, "quantity": q, "share": share} for q, share in shares.items()]
+    return pd.DataFrame(rows)
 
 
 def heads_summary(
