@@ -396,7 +396,8 @@ def _backward(model: Any, ids: torch.Tensor) -> None:
 
 def run_cost(rounds: int) -> list[dict[str, Any]]:
     """The probes' cost on SmolLM2-135M's shape and on one with 32 heads, with random weights."""
-    from benchmarks.capture import SMOLLM2, random_llama
+    sys.path.insert(0, str(Path(__file__).parent))
+    from capture import SMOLLM2, random_llama
 
     shapes = {
         "SmolLM2-135M's shape, 4 layers": {**SMOLLM2, "layers": 4, "vocab": 1024},
