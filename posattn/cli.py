@@ -8,9 +8,11 @@ traceback); 130 when interrupted. Nothing heavy is imported before a command run
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
-from typing import Annotated
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any
 
 import typer
 
@@ -59,7 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     # `--debug` is understood before and after the command's name
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
-        code = app(arguments, standalone_mode=False, prog_name="posattn")
+        with _together():
+            code = app(arguments, standalone_mode=False, prog_name="posattn")
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
@@ -75,8 +78,18 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(f"internal error, {type(error).__name__}: {error}{hint}", 1, debug)
 
 
+def _together() -> AbstractContextManager[Any]:
+    """With the other processes that torchrun has started, where it has."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return nullcontext()
+    from posattn.distributed import start
+
+    return start()
+
+
 def _fail(message: str, code: int, debug: bool = False) -> int:
     if debug:
         traceback.print_exc()
-    print("posattn:", " ".join(message.split()), file=sys.stderr)
+    name = "posattn" if os.environ.get("WORLD_SIZE", "1") == "1" else f"posattn, process {os.environ.get('RANK')}"
+    print(f"{name}:", " ".join(message.split()), file=sys.stderr)
     return code

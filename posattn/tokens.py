@@ -83,6 +83,11 @@ class Tokens:
             rows = slice(first, first + step)
             yield TokenBatch(self.tokens[rows], None if self.mask is None else self.mask[rows])
 
+    def part(self, rows: slice) -> Tokens:
+        """Some of the documents, with the facts of all."""
+        mask = None if self.mask is None else self.mask[rows]
+        return dataclasses.replace(self, tokens=self.tokens[rows], mask=mask)
+
     def fingerprint(self) -> str:
         """SHA-256 over shape, ids and mask: equal exactly when the measured input is equal."""
         digest = hashlib.sha256(repr(tuple(self.tokens.shape)).encode())

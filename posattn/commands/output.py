@@ -46,6 +46,10 @@ def is_result(folder: Path) -> bool:
 @contextlib.contextmanager
 def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     """A temporary folder beside `out` that takes its place when the block ends, and vanishes when it raises."""
+    if not first_process():
+        with tempfile.TemporaryDirectory() as unread:
+            yield Path(unread)
+        return
     check_target(out, overwrite)
     made = [parent for parent in out.parents if not parent.exists()]  # innermost first
     try:
@@ -104,9 +108,14 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
+def first_process() -> bool:
+    """Whether this process writes and reports: the only one, or the first of those that torchrun has started."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+
+
 def say(message: str, quiet: bool = False) -> None:
     """One line of progress on stderr."""
-    if not quiet:
+    if not quiet and first_process():
         print(message, file=sys.stderr, flush=True)
 
 
@@ -114,6 +123,8 @@ def tell(out: Path, summary: Mapping[str, Any]) -> None:
     """The end of a command: its first findings, and where the report is."""
     from posattn.reports.write import REPORT, findings_of
 
+    if not first_process():
+        return
     for finding in findings_of(summary)[:3]:
         print(f"- {finding.text}".replace("`", ""))
     print(f"report: {out / REPORT}")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posattn.distributed import world
 from posattn.errors import InputError
 from posattn.heads.crosslogits import visible_from
 from posattn.heads.documents import Schemes
@@ -87,7 +88,9 @@ def token_scores(
     if max_swaps is not None and max_swaps < 1:
         raise InputError(f"max_swaps must be at least 1, not {max_swaps}")
     found = []
-    for row, spans, positions in zip(documents, blocks, queries, strict=True):
+    here = world()
+    mine = here.share(len(documents))  # where there are several processes
+    for row, spans, positions in zip(documents[mine], blocks[mine], queries[mine], strict=True):
         known = schemes(len(row))
         rows, entropy = _mass(model, row[None], [spans], positions, 1, with_entropy=True)
         weights = rows[0]  # [Q,T,H,blocks]
@@ -116,7 +119,7 @@ def token_scores(
             values[f"{name}positional"] = (alpha * same).sum(-1)
             values[f"{name}symbolic"] = (alpha * other).sum(-1)
         found.append(values)
-    return found
+    return list(itertools.chain(*here.gather(found)))
 
 
 def _in_sight(schemes: list[PositionScheme], queries: list[int], spans: list[Span]) -> Tensor:

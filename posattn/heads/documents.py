@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from posattn.distributed import world
 from posattn.errors import DataError, InputError
 from posattn.models.base import Model, PositionScheme, Rotary
 from posattn.tokens import Tokens
@@ -69,13 +70,18 @@ def run_facts(model: Model, tokens: Any, **more: Any) -> dict[str, Any]:
 
 
 def batches(
-    documents: list[Tensor], size: int, keys: Sequence[Any] | None = None
+    documents: list[Tensor], size: int, keys: Sequence[Any] | None = None, shared: bool = False
 ) -> Iterator[tuple[list[int], Int[Tensor, "b n"]]]:
-    """Batches of documents of equal length (and equal `keys`, e.g. query positions), with their indices."""
+    """Batches of documents of equal length (and equal `keys`, e.g. query positions), with their indices.
+
+    `shared`: only this process's share of them, where there are several (the caller merges the parts).
+    """
     if size < 1:
         raise InputError(f"batch_size must be at least 1, not {size}")
     groups: dict[Any, list[int]] = {}
-    for index, row in enumerate(documents):
+    mine = range(len(documents))[world().share(len(documents))] if shared else range(len(documents))
+    for index in mine:
+        row = documents[index]
         groups.setdefault((len(row), None if keys is None else tuple(keys[index])), []).append(index)
     for members in groups.values():
         for start in range(0, len(members), size):

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from posattn.distributed import world
 from posattn.errors import DataError
 from posattn.heads.documents import Schemes, as_documents, batches, run_facts, seen
 from posattn.models.base import Batch, Model
@@ -130,6 +131,17 @@ class EvidenceCounter:
         self._chance[name][layer] += chance.double().cpu()
         self._counts[name][layer] += int(queries.sum())
 
+    def state(self) -> list[dict[str, Tensor]]:
+        """The running sums."""
+        return [self._sums, self._chance, self._counts]
+
+    def replace(self, parts: list[list[dict[str, Tensor]]]) -> None:
+        """Hold the sum of `parts`, the states of several counters."""
+        self._sums, self._chance, self._counts = (
+            {name: torch.stack([table[name] for table in tables]).sum(0) for name in tables[0]}
+            for tables in zip(*parts, strict=True)
+        )
+
     def result(self, facts: dict[str, Any]) -> HeadEvidence:
         """The means; NaN where no query allowed a figure."""
         measured, chance, counts = {}, {}, {}
@@ -187,7 +199,7 @@ def measure_evidence(
     model = seen(model)
     documents = as_documents(tokens)
     counter, schemes = EvidenceCounter(model.n_layers, model.layers[0].n_heads), Schemes(model)
-    for _, batch_tokens in batches(documents, batch_size):
+    for _, batch_tokens in batches(documents, batch_size, shared=True):
         windows = [scheme.window for scheme in schemes(batch_tokens.shape[-1])]
 
         def observer(layer: int, points: Any, batch: Batch, tokens=batch_tokens, windows=windows) -> None:
@@ -195,6 +207,8 @@ def measure_evidence(
 
         with torch.no_grad(), model.observe(["pattern"], observer):
             model(batch_tokens.to(model.device))
+    if world().size > 1:
+        counter.replace(world().gather(counter.state()))
     if repeats:
         add_repeated_text(counter, model, schemes, shared_first(documents, model), period, repeats, seed)
     return counter.result(run_facts(model, tokens, seed=seed))

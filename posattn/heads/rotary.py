@@ -39,6 +39,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from posattn.distributed import combined, world
 from posattn.errors import InputError, UnsupportedModelError
 from posattn.heads.crosslogits import cap, move_query, pairs, split_frequencies
 from posattn.heads.documents import (
@@ -157,6 +158,19 @@ class _Layer:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
+    def plus(self, other: _Layer) -> _Layer:
+        """What one process would have gathered of the documents of both."""
+        if self.scheme is None:
+            return other
+        for name, value in other.sums.items():
+            self.add(name, value)
+        for name in ("pairs", "rows", "query", "key", "vectors", "real"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for count, rows in other.seen.items():
+            self.seen[count] = self.seen.get(count, 0) + rows
+        return self
+
+
 def rotary_usage(
     model: Any,
     tokens: Any,
@@ -190,7 +204,7 @@ def rotary_usage(
             f"{model.name} has no rotary embedding in any layer: there are no frequencies to use"
         )
     layers = [_Layer(info.n_heads, info.head_dim, longest) for info in model.layers]
-    for indices, batch_tokens in batches(documents, batch_size, keys=chosen):
+    for indices, batch_tokens in batches(documents, batch_size, keys=chosen, shared=True):
         schemes = known(batch_tokens.shape[-1])
         positions = chosen[indices[0]]
 
@@ -200,6 +214,9 @@ def rotary_usage(
 
         with torch.no_grad(), model.observe(["q", "k", "pattern"], observer):
             model(batch_tokens.to(model.device))
+    if world().size > 1:
+        parts = world().gather(layers)
+        layers = [combined(own, _Layer.plus) for own in zip(*parts, strict=True)]
     return _result(model, layers, longest, run_facts(model, tokens, seed=seed))
 
 

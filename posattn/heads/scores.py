@@ -23,6 +23,7 @@ Source: scores arXiv 2511.11579 and 2605.31558, τ = 1e-4 from there; exact comp
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from posattn.distributed import world
 from posattn.errors import InputError, SelfCheckError
 from posattn.heads.blocks import Blocks, as_blocks, token_scores
 from posattn.heads.crosslogits import Moved, check_movable, move_query, split_frequencies
@@ -248,6 +250,26 @@ class _Run:
         self.rows[layer] += batch
         self.logits[layer] += batch * count
 
+    def state(self) -> dict[str, Any]:
+        """What this process has gathered of its share of the documents."""
+        names = ("values", "by_frequency", "distance", "squares", "rows", "logits")
+        return {name: getattr(self, name) for name in names}
+
+    def merge(self, parts: list[dict[str, Any]]) -> None:
+        """Become what one process would have gathered of all documents: `parts` are the states by rank."""
+        self.values = [next(v for v in entries if v) for entries in zip(*(p["values"] for p in parts), strict=True)]
+        self.by_frequency = [
+            list(itertools.chain(*lists)) for lists in zip(*(p["by_frequency"] for p in parts), strict=True)
+        ]
+        distance: list[dict[int, Tensor]] = [{} for _ in range(self.layers)]
+        for part in parts:
+            for mine, theirs in zip(distance, part["distance"], strict=True):
+                for length, sums in theirs.items():
+                    mine[length] = mine[length] + sums if length in mine else sums
+        self.distance = distance
+        for name in ("squares", "rows", "logits"):
+            setattr(self, name, torch.stack([part[name] for part in parts]).sum(0))
+
     def distance_share(self) -> tuple[Tensor, Tensor]:
         """Explained share of the logits' variance and its chance level, [T,H] each."""
         share = torch.zeros(self.layers, self.heads, dtype=torch.float64)
@@ -409,10 +431,14 @@ def _score_keys(
         if counter is not None:
             counter.add(layer, points["pattern"], run.tokens, run.schemes[layer].window)
 
-    for indices, batch_tokens in batches(documents, batch_size, keys=chosen):
+    for indices, batch_tokens in batches(documents, batch_size, keys=chosen, shared=True):
         run.start(indices, batch_tokens, chosen[indices[0]], schemes(batch_tokens.shape[-1]))
         with torch.no_grad(), model.observe(["q", "k", "pattern"], observer):
             model(batch_tokens.to(model.device))
+    if world().size > 1:
+        run.merge(world().gather(run.state()))
+        if counter is not None:
+            counter.replace(world().gather(counter.state()))
     optional: dict[str, Any] = {}
     if counter is not None:
         add_repeated_text(counter, model, schemes, shared_first(documents, model), 64, 4, seed)

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from posattn.distributed import world
 from posattn.errors import InputError, NothingMeasuredError
 from posattn.influence.perturbation import perturbation
 from posattn.models.base import Model
@@ -184,8 +185,11 @@ def influence(
     _check(model, method, target, normalize)
     if not tokens.documents:
         raise NothingMeasuredError("there are no documents to attribute: no samples left")
-    parts, chosen, probability = [], [], []
-    for ids, mask in tokens:
+    here = world()
+    # with several processes each attributes its own documents; an empty share has no rows
+    none = torch.zeros(0, dtype=torch.float64)
+    parts, chosen, probability = [none.view(0, tokens.length)], [none.long()], [none]
+    for ids, mask in tokens.part(here.share(tokens.documents)):
         ids = ids.to(model.device)
         mask = None if mask is None or bool(mask.all()) else mask.to(model.device)
         objective, certainty = _objective(model, ids, mask, target)
@@ -200,12 +204,12 @@ def influence(
         chosen.append(objective.token.cpu())
         probability.append(certainty.cpu().double())
     return summarise(
-        torch.cat(parts),
+        here.concatenate(torch.cat(parts)),
         method=method,
         target=str(target),
         normalize=normalize,
-        chosen=torch.cat(chosen),
-        probability=torch.cat(probability),
+        chosen=here.concatenate(torch.cat(chosen)),
+        probability=here.concatenate(torch.cat(probability)),
         facts=provenance(
             **describe_model(model),
             tokens=tokens.describe(),

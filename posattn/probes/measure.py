@@ -1,7 +1,8 @@
 """The measuring loop: documents in, a `Measurement` out.
 
 Every batch is one forward pass with the probes attached; what is kept are running statistics only, so memory does not
-grow with the number of documents. With `checkpoint`, the statistics and the number of documents done are written
+grow with the number of documents. With several processes (`posattn.distributed`) each measures its share of the
+documents and all end with the merged statistics. With `checkpoint`, the statistics and the number of documents done are written
 atomically every few batches; `resume=True` goes on from there, after checking that the model (down to a sample of its
 weights), the documents and the settings are the same, and gives what an uninterrupted run gives.
 """
@@ -20,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from posattn.distributed import world
 from posattn.errors import CheckpointError, InputError, NothingMeasuredError
 from posattn.models.base import Model
 from posattn.probes.base import Probe
@@ -100,7 +102,7 @@ def measure(
         per_head: keep the heads' kernels apart.
         checkpoint: file to write the state to every `checkpoint_every` batches and at the end.
         resume: go on from the checkpoint if it exists (a missing one means: start from the beginning).
-        progress: show a progress bar on stderr.
+        progress: show a progress bar on stderr (of the first process, where there are several).
         probes: further probes to run along; read them with `probe.result(model)` afterwards.
         check: verify on the first two documents that the hooks see what the model computes.
         streamed: add the kernels up tile by tile instead of reading patterns; by default where the model comes through
@@ -120,8 +122,10 @@ def measure(
     if not tokens.documents:
         raise NothingMeasuredError("there are no documents to measure: no samples left")
     session = attach(model, MixingProbe(), _kernel_probe(model, per_head, streamed, bins), *probes)
+    here = world()
+    every, tokens = tokens, tokens.part(here.share(tokens.documents))
     identity = _identity(model, tokens, session.probes)
-    path = None if checkpoint is None else Path(checkpoint)
+    path = None if checkpoint is None else here.own_path(Path(checkpoint))
     done = _resume(path, resume, session.probes, identity)
 
     checked = None
@@ -133,17 +137,19 @@ def measure(
         checked = self_check(model, ids.to(model.device), None if mask is None else mask.to(model.device))
 
     run = getattr(model, "run", model)  # a pass whose logits nobody reads, where the adapter has one
-    with session, torch.no_grad(), _bar(tokens.documents, done, model.name, progress) as advance:
+    with session, torch.no_grad(), _bar(tokens.documents, done, model.name, progress and here.main) as advance:
         for number, (ids, mask) in enumerate(tokens.batches(start=done), start=1):
             run(ids.to(model.device), None if mask is None else mask.to(model.device))
             done += len(ids)
             if path is not None and (number % checkpoint_every == 0 or done == tokens.documents):
                 _save(path, session.probes, identity, done)
             advance(len(ids))
+    here.merge(session.probes)
     facts = provenance(
         **describe_model(model),
-        tokens=tokens.describe(),
-        seed=tokens.facts.get("seed"),
+        tokens=every.describe(),
+        seed=every.facts.get("seed"),
+        **({} if here.size == 1 else {"processes": here.size}),
         per_head=per_head,
         self_check=checked,
         **({} if bins is None else {"bins": bins}),
