@@ -11,7 +11,15 @@ from scipy.stats import wasserstein_distance
 
 from posattn.errors import InputError
 from posattn.rollout.dense import rollout
-from posattn.rollout.simulate import Architecture, PowerLaw, alibi_slopes, preset, presets, simulate
+from posattn.rollout.simulate import (
+    Architecture,
+    PowerLaw,
+    alibi_slopes,
+    preset,
+    presets,
+    published_influence,
+    simulate,
+)
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "rollout_golden.json").read_text())
@@ -54,6 +62,11 @@ def test_distance_to_the_measured_curve_of_bloom(options, expected):
     places = torch.arange(256) / 255
     distance = wasserstein_distance(places, places, profile.numpy(), (measured / measured.sum()).numpy())
     assert abs(distance - expected) < 0.002
+
+
+def test_the_measured_curve_comes_with_the_package():
+    measured = exactly(FIGURE["d_measured"])
+    assert torch.equal(published_influence(), measured / measured.sum())
 
 
 def test_published_figure_of_the_residual_rollout():

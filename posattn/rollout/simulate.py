@@ -269,6 +269,16 @@ def _published() -> dict[str, Any]:
     return json.loads(text)["models"]
 
 
+def published_influence() -> Float[Tensor, " n"]:
+    """The measured influence of bloom-176b on fineweb-edu, [256]: gradients at the last position, summing to 1.
+
+    Digitised from the vector figure of arXiv 2602.16837; the only measured curve of a preset that is public.
+    """
+    text = resources.files("posattn.rollout").joinpath("presets/published_influence.json").read_text(encoding="utf-8")
+    curve = torch.tensor(json.loads(text)["influence"], dtype=torch.float64)
+    return curve / curve.sum()
+
+
 def presets() -> list[str]:
     """The names that `preset` knows: "model/data set"."""
     return [f"{model}/{data}" for model, entry in _published().items() for data in entry["mixing"]]
