@@ -361,3 +361,10 @@ def test_hub_is_not_asked_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(folder.parent)
     assert load_model(folder.name, device="cpu").name == folder.name
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_model_in_training_mode_is_measured_in_evaluation_mode() -> None:
+    hf_model = families.tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    model = as_model(hf_model)
+    tokens = families.tokens(2, 8)
+    assert torch.equal(model(tokens), model(tokens))

@@ -127,6 +127,7 @@ def as_plain(hf_model: Any, *, name: str | None = None, revision: str | None = N
         raise UnsupportedModelError(f"the plain adapter takes a transformers model, not {type(hf_model).__name__}")
     if isinstance(getattr(hf_model, _KEPT, None), Model):
         raise UnsupportedModelError("this model is wrapped by TransformerLens' bridge already: load it anew")
+    hf_model.eval()
     name = str(name or getattr(hf_model.config, "_name_or_path", None) or type(hf_model).__name__)
     _refuse_what_cannot_be(hf_model, name)
     with quiet():
@@ -162,12 +163,16 @@ def as_model(model: Any) -> Model:
 
 
 def wrap(hf_model: Any, *, name: str | None = None, revision: str | None = None, tokenizer: Any = None) -> Model:
-    """A transformers model, wrapped in TransformerLens' bridge and verified to compute what it computed before."""
+    """A transformers model, wrapped in TransformerLens' bridge and verified to compute what it computed before.
+
+    The model is put into evaluation mode: with dropout on, no two passes agree and nothing can be measured.
+    """
     from posattn.models.bridge import BridgeModel, set_attention
 
     kept = getattr(hf_model, _KEPT, None)
     if isinstance(kept, Model):
         return kept
+    hf_model.eval()
     name = str(name or getattr(hf_model.config, "_name_or_path", None) or type(hf_model).__name__)
     _refuse_what_cannot_be(hf_model, name)
     build = _bridge_builder()
