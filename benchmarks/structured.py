@@ -8,8 +8,11 @@ Four measurements in one run, each checked against a second way to the same resu
 3. time(2N)/time(N) for mpt-7b from 8192 positions up;
 4. a million positions.
 
-Times are wall time, the best and the median of several runs. Each long case runs in a process of its own, so that its
-peak memory is its own.
+Times are the best and the median wall time of several runs, and the least processor time: on a machine that does other
+work too the best of many runs and the processor time say what the work is, the median what it was to wait for. A case
+is repeated until its share of the time (`--seconds`) is used up. Each long case runs in a process of its own, so that
+its peak memory is its own, and is stopped after `--limit` seconds, which is then what its row says. The last part of the
+results sets the figures beside what they must be; the exit status is 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ from pathlib import Path
 from typing import Any
 
 
-def timed(run: Callable[[], Any], repeats: int) -> dict[str, float]:
+def timed(run: Callable[[], Any], seconds: float, most: int = 50, least: int = 2) -> dict[str, Any]:
+    """Times of repeated runs, after one that is not counted, for about so many seconds."""
     run()
     times, work = [], []
-    for _ in range(repeats):
+    begun = time.perf_counter()
+    while len(times) < least or (len(times) < most and time.perf_counter() - begun < seconds):
         start, started = time.perf_counter(), time.process_time()
         run()
         times.append(time.perf_counter() - start)
         work.append(time.process_time() - started)
-    # processor time, too: it says what the work is when the machine is shared
-    return {"best_s": min(times), "median_s": statistics.median(times), "cpu_s": min(work), "repeats": repeats}
+    return {"best_s": min(times), "median_s": statistics.median(times), "cpu_s": min(work), "repeats": len(times)}
 
 
 def plain_numpy(slopes: Any, mixing: Any, n: int, keep: bool) -> Any:
@@ -63,7 +67,7 @@ def plain_numpy(slopes: Any, mixing: Any, n: int, keep: bool) -> Any:
     return row
 
 
-def short(threads: int) -> list[dict[str, Any]]:
+def short(threads: int, seconds: float) -> list[dict[str, Any]]:
     import numpy as np
     import torch
 
@@ -78,17 +82,18 @@ def short(threads: int) -> list[dict[str, Any]]:
         error = float(np.abs(simulate(architecture, 256, impl=impl).last.numpy() - exact).max())
         assert error < 1e-12, error
         rows.append({"case": f"bloom-176b N=256 posattn impl={impl}", "max_error": error})
-        rows[-1] |= timed(lambda impl=impl: simulate(architecture, 256, impl=impl), 20)
-    for keep, repeats in ((True, 5), (False, 2)):
+        rows[-1] |= timed(lambda impl=impl: simulate(architecture, 256, impl=impl), seconds)
+    for keep in (True, False):
         name = "kernel kept" if keep else "kernel made in every layer"
         rows.append({"case": f"bloom-176b N=256 numpy dense per head, {name}"})
-        rows[-1] |= timed(lambda keep=keep: plain_numpy(slopes, mixing, 256, keep), repeats)
+        rows[-1] |= timed(lambda keep=keep: plain_numpy(slopes, mixing, 256, keep), seconds)
     for row in rows[2:]:
-        row["times_slower_than_auto"] = row["median_s"] / rows[0]["median_s"]
+        for time_of in ("best_s", "median_s", "cpu_s"):
+            row[f"times_slower_{time_of}"] = row[time_of] / rows[0][time_of]
     return rows
 
 
-def long(n: int, threads: int, repeats: int) -> dict[str, Any]:
+def long(n: int, threads: int, seconds: float) -> dict[str, Any]:
     import torch
 
     from posattn.rollout.simulate import simulate
@@ -98,50 +103,72 @@ def long(n: int, threads: int, repeats: int) -> dict[str, Any]:
     profile = simulate("mpt-7b", n).last
     error = abs(float(profile.sum()) - 1)
     assert error < 1e-11, error
-    found = timed(lambda: simulate("mpt-7b", n), repeats)
+    found = timed(lambda: simulate("mpt-7b", n), seconds, most=15)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"case": f"mpt-7b N={n}", "n": n, "mass_error": error, **found, "peak_mib": peak, "peak_before_mib": before}
 
 
-def main() -> None:
+def checks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must hold, what was measured, and whether it does."""
+    by_case = {row["case"]: row for row in rows}
+    found = []
+
+    def check(what: str, value: float | None, holds: bool) -> None:
+        found.append({"what": what, "measured": value, "holds": holds})
+
+    slower = by_case["bloom-176b N=256 numpy dense per head, kernel made in every layer"]["times_slower_best_s"]
+    check("bloom-176b at 256 at least 100 times faster than dense per-head numpy", slower, slower >= 100)
+    row = by_case["mpt-7b N=131072"]
+    best, peak = row.get("best_s"), row.get("peak_mib")
+    check("mpt-7b at 131072 under 10 s", best, best is not None and best < 10)
+    check("mpt-7b at 131072 under 1 GiB", peak, peak is not None and peak < 1024)
+    ratios = [row["time_ratio"] for row in rows if "time_ratio" in row]
+    check("time(2N)/time(N) at most 2.3 from 8192 up, wall", max(ratios), max(ratios) <= 2.3)
+    work = [row["cpu_ratio"] for row in rows if "cpu_ratio" in row]
+    check("time(2N)/time(N) at most 2.3 from 8192 up, processor", max(work), max(work) <= 2.3)
+    million = by_case["mpt-7b N=1000000"]
+    check("a million positions", million.get("best_s"), "best_s" in million)
+    return found
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=15.0, help="for the repeats of one case, about")
+    parser.add_argument("--limit", type=float, default=600.0, help="for one long case, at most")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(long(options.one, options.threads, options.repeats)))
-        return
+        print(json.dumps(long(options.one, options.threads, options.seconds)))
+        return 0
 
     import torch
 
-    rows = short(options.threads)
-    previous = None
+    load = os.getloadavg()
+    rows = short(options.threads, options.seconds)
+    previous: dict[str, Any] = {"n": 0}
     for n in (8192, 16384, 32768, 65536, 131072, 262144, 524288, 1_000_000):
-        repeats = options.repeats if n <= 131072 else max(1, options.repeats // 2)
-        command = [
-            sys.executable,
-            __file__,
-            "--one",
-            str(n),
-            "--threads",
-            str(options.threads),
-            "--repeats",
-            str(repeats),
-        ]
-        answer = subprocess.run(command, check=True, capture_output=True, text=True)
-        row = json.loads(answer.stdout)
-        if previous is not None and n == 2 * previous["n"]:
-            row["time_ratio_to_half"] = row["best_s"] / previous["best_s"]
+        command = [sys.executable, __file__, "--one", str(n), "--threads", str(options.threads)]
+        command += ["--seconds", str(options.seconds)]
+        try:
+            answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=options.limit)
+            row = json.loads(answer.stdout)
+        except subprocess.TimeoutExpired:
+            row = {"case": f"mpt-7b N={n}", "n": n, "stopped_after_s": options.limit}
+        if n == 2 * previous["n"] and "best_s" in row and "best_s" in previous:
+            row["time_ratio"] = row["best_s"] / previous["best_s"]
+            row["cpu_ratio"] = row["cpu_s"] / previous["cpu_s"]
         rows.append(row)
         previous = row
         print(row, file=sys.stderr, flush=True)
+    held = checks(rows)
     facts = {
         "benchmark": "structured",
         "machine": platform.machine(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "load_average_at_start": load,
         "load_average_at_end": os.getloadavg(),
         "threads": options.threads,
         "python": platform.python_version(),
@@ -149,13 +176,14 @@ def main() -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "structured.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    (options.out / "structured.json").write_text(json.dumps({**facts, "checks": held, "rows": rows}, indent=1) + "\n")
     names = sorted({name for row in rows for name in row}, key=lambda name: (name != "case", name))
     with open(options.out / "structured.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(rows)
-    print(json.dumps(rows, indent=1))
+    print(json.dumps(held, indent=1))
+    return 0 if all(one["holds"] for one in held) else 1
 
 
 def _processor() -> str:
@@ -167,4 +195,4 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

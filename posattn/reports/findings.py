@@ -198,7 +198,7 @@ def theory_reach(summary: Summary) -> Finding | None:
     if (attention := distance.get("residual")) is not None:
         if abs(best - attention) <= TIE * min(best, attention):
             text += (
-                f" The measured attention (`residual`, {attention:.3f}) comes as near: its details add nothing here."
+                f" The measured attention (`residual`, {attention:.3f}) comes as near: its details do not show here."
             )
         elif best < attention:
             text += f" The measured attention (`residual`, {attention:.3f}) does not come as near."
