@@ -37,13 +37,19 @@ def profile(
         typer.Option("--checkpoint", metavar="FILE", help="Keep the state of a long measurement in this file."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint, if there is one.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what memory and time this would take, from the configuration alone.")
+    ] = False,
     out: options.Out = Path("posattn-out/profile"),
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Measure a model's position bias, and set what its layers predict beside what its gradients say."""
-    output.check_target(out, overwrite)
     output.quiet_libraries()
+    if dry_run:
+        would_need(model, length, samples, batch_size, device, dtype, per_head, influence=not no_influence)
+        return
+    output.check_target(out, overwrite)
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
         from posattn.models.loading import load_model
         from posattn.tokens import load_tokens
@@ -73,6 +79,38 @@ def profile(
             quiet=quiet,
         )
     output.tell(out, summary)
+
+
+def would_need(
+    model: str,
+    length: int,
+    samples: int,
+    batch_size: int,
+    device: str | None,
+    dtype: str | None,
+    per_head: bool,
+    influence: bool,
+) -> None:
+    """Print what the job would take.
+
+    Raises:
+        InputError: it would not fit; the message says what would.
+    """
+    import torch
+
+    from posattn import scale
+    from posattn.errors import InputError
+
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    number = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    shape = scale.shape_from_config(model)
+    job = scale.Job(length, samples, batch_size, number, per_head, influence)
+    free = scale.free_memory(place)
+    found = scale.estimate(shape, job, free, scale.matmul_rate(place, number))
+    for line in found.lines():
+        print(line)
+    if not found.fits:
+        raise InputError(scale.advice(shape, job, free))
 
 
 def measure_profile(
