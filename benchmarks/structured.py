@@ -11,8 +11,8 @@ Four measurements in one run, each checked against a second way to the same resu
 Times are the best and the median wall time of several runs, and the least processor time: on a machine that does other
 work too the best of many runs and the processor time say what the work is, the median what it was to wait for. A case
 is repeated until its share of the time (`--seconds`) is used up. Each long case runs in a process of its own, so that
-its peak memory is its own, and is stopped after `--limit` seconds, which is then what its row says. The last part of the
-results sets the figures beside what they must be; the exit status is 1 when one is missed.
+its peak memory is its own, and is stopped after `--limit` seconds, which is then what its row says. The last part of
+the results sets the figures beside what they must be; the exit status is 1 when one is missed.
 """
 
 from __future__ import annotations

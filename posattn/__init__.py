@@ -25,12 +25,14 @@ _PUBLIC: dict[str, str] = {
     "MixingProbe": "posattn.probes.mixing",
     "KernelProbe": "posattn.probes.kernel",
     "ContributionProbe": "posattn.probes.contribution",
+    "PositionalProbe": "posattn.probes.positional",
     # predicting
     "Rollout": "posattn.rollout.dense",
     "energy_rollout": "posattn.rollout.energy",
     "coherent_energy_rollout": "posattn.rollout.energy",
     "cotangent_gains": "posattn.probes.gains",
     "predict": "posattn.rollout.variants",
+    "implied_profiles": "posattn.rollout.implied",
     "Architecture": "posattn.rollout.simulate",
     "PowerLaw": "posattn.rollout.simulate",
     "simulate": "posattn.rollout.simulate",
@@ -93,6 +95,7 @@ if TYPE_CHECKING:
     from posattn.probes.measure import Measurement as Measurement
     from posattn.probes.measure import measure as measure
     from posattn.probes.mixing import MixingProbe as MixingProbe
+    from posattn.probes.positional import PositionalProbe as PositionalProbe
     from posattn.probes.session import attach as attach
     from posattn.probes.session import from_cache as from_cache
     from posattn.results import Result as Result
@@ -103,6 +106,7 @@ if TYPE_CHECKING:
     from posattn.rollout.energy import coherent_energy_rollout as coherent_energy_rollout
     from posattn.rollout.energy import energy_rollout as energy_rollout
     from posattn.rollout.forces import force_shares as force_shares
+    from posattn.rollout.implied import implied_profiles as implied_profiles
     from posattn.rollout.monotone import monotonicity as monotonicity
     from posattn.rollout.simulate import Architecture as Architecture
     from posattn.rollout.simulate import PowerLaw as PowerLaw
