@@ -46,7 +46,8 @@ SMALL = ["--length", "24", "--samples", "5", "--batch-size", "2"]
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     """Runs a command that must fail with exit code 2 and one line on stderr; returns the line."""
-    code = main([*arguments, "--quiet"] if arguments and arguments[0] in COMMANDS else arguments)
+    quiet = bool(arguments) and arguments[0] in COMMANDS and arguments[0] not in ("compare", "figure", "models")
+    code = main([*arguments, "--quiet"] if quiet else arguments)
     captured = capsys.readouterr()
     assert code == 2, captured.err
     lines = captured.err.strip().splitlines()
@@ -317,3 +318,129 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"), new_folder(tmp_path / "file" / "run", overwrite=False):
         pass
+
+
+# ---- the other commands ------------------------------------------------------------------------------------------
+
+
+def test_simulate_from_a_preset_and_from_flags(tmp_path: Path) -> None:
+    out = tmp_path / "preset"
+    assert main(["simulate", "bloom-176b", "--length", "32", "--length", "64", "--out", str(out), "--quiet"]) == 0
+    summary = json.loads((out / "summary.json").read_text("utf-8"))
+    assert summary["lengths"] == [32, 64]
+    shares = summary["forces"]["32"]
+    for quantity in range(3):
+        total = sum(row[quantity] for row in shares["shares"])
+        assert total == pytest.approx(shares["total"][quantity] - shares["baseline"][quantity], abs=1e-12)
+    out = tmp_path / "flags"
+    flags = ["--layers", "4", "--heads", "2", "--position", "alibi", "--slopes", "0.5,0.1", "--mixing", "power:0.6,1"]
+    assert main(["simulate", *flags, "--length", "16", "--out", str(out), "--quiet"]) == 0
+    summary = json.loads((out / "summary.json").read_text("utf-8"))
+    assert summary["mixing"] == pytest.approx([0.6, 0.3, 0.2, 0.15])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "name a preset"),
+        (["bloom-176b", "--layers", "3"], "not both"),
+        (["nobody-1b"], "unknown preset"),
+        (["--layers", "3", "--mixing", "1.5"], "1.5"),
+        (["--layers", "3", "--mixing", "much"], "--mixing much"),
+        (["--layers", "3", "--mixing", "power:1"], "power:C,BETA"),
+        (["--layers", "3", "--mixing", ".1,.2"], "2 values for 3 layers"),
+        (["--layers", "3", "--window", "0"], "--window"),
+        (["--layers", "3", "--heads", "2", "--position", "alibi", "--slopes", ".1,.2,.3"], "slopes"),
+        (["bloom-176b", "--convention", "mine"], "unknown convention"),
+    ],
+)
+def test_simulate_refuses_what_no_transformer_can_have(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    assert says in refused(capsys, ["simulate", *arguments, "--length", "16", "--out", str(tmp_path / "run")])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_heads_writes_scores_labels_and_lists(tiny_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--text", str(text_file), "--length", "20", "--samples", "3", "--queries", "3", "--out", str(out)]
+    assert main(["heads", str(tiny_folder), *arguments, "--ablate", "--quiet"]) == 0
+    summary = json.loads((out / "summary.json").read_text("utf-8"))
+    assert {"positional", "symbolic", "labels", "counts"} <= set(summary)
+    assert sum(summary["counts"].values()) == 12
+    assert summary["ablation"]["lengths"]
+    lists = json.loads((out / "heads.json").read_text("utf-8"))
+    for label, count in summary["counts"].items():
+        assert len(lists[label]["heads"]) == count
+    _, arrays = read_folder(out)
+    assert arrays["pattern"].shape == (3, 4, 20, 20)
+    assert arrays["cross_logits"].shape == (3, 4, 19, 19)
+    assert "Head by head" in (out / "report.html").read_text("utf-8")
+
+
+def test_compare_and_figure_of_finished_runs(
+    tiny_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for seed in ("0", "1"):
+        runs.append(str(tmp_path / f"run-{seed}"))
+        arguments = ["--text", str(text_file), "--seed", seed, "--out", runs[-1], "--quiet", *SMALL]
+        assert main(["profile", str(tiny_folder), *arguments]) == 0
+    out = tmp_path / "both"
+    assert main(["compare", *runs, "--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text("utf-8"))
+    assert summary["differing"]["seed"] == [0, 1]
+    for row in summary["differences"]:
+        assert row["low"] <= row["difference"] <= row["high"]
+    assert main(["compare", runs[0], runs[0], "--out", str(tmp_path / "same")]) == 0
+    same = json.loads((tmp_path / "same" / "summary.json").read_text("utf-8"))
+    assert same["differing"] == {}
+    assert all(row["difference"] == 0 for row in same["differences"])
+    other = str(tmp_path / "other")
+    arguments = ["--text", str(text_file), "--method", "input_x_gradient", "--out", other, "--quiet", *SMALL]
+    assert main(["profile", str(tiny_folder), *arguments]) == 0
+    capsys.readouterr()
+    line = refused(capsys, ["compare", runs[0], other, "--out", str(tmp_path / "no")])[:400]
+    assert "method of the influence is gradient_norm there and input_x_gradient here" in line
+    assert main(["figure", runs[0]]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["profiles", "mixing"]
+    assert main(["figure", runs[0], "mixing", "--out", str(tmp_path / "m.svg")]) == 0
+    assert "<svg" in (tmp_path / "m.svg").read_text("utf-8")
+
+
+def test_models_lists_what_comes_along(capsys: pytest.CaptureFixture[str]) -> None:
+    from posattn.models.bundled import bundled_names
+
+    assert main(["models", "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert set(known["bundled"]) == {f"bundled:{name}" for name in bundled_names()}
+    assert "bloom-176b/wikipedia" in known["presets"]
+    assert main(["models"]) == 0
+    assert "bundled:bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compare", "{a}"], "at least two"),
+        (["compare", "{a}", "{a}"], "no summary.json"),
+        (["figure", "{a}", "profiles"], "no summary.json"),
+        (["bench", "--device", "abacus"], "abacus"),
+        (["bench", "--compare", "{a}/none.json"], "cannot read"),
+    ],
+)
+def test_wrong_use_of_the_other_commands(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    says: str,
+) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code = main([part.format(a="a") for part in arguments])
+    captured = capsys.readouterr()
+    assert code == 2, captured.err
+    assert says in captured.err
+    assert len(captured.err.strip().splitlines()) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def browser(chromium: str) -> Iterator[Any]:
         running.close()
 
 
+def until(tab: Any, condition: str) -> None:
+    """Wait until a JavaScript expression is true. (Playwright's own waiting evaluates text, which the page's policy
+    forbids.)"""
+    end = time.monotonic() + 120
+    while not tab.evaluate(condition):
+        assert time.monotonic() < end, condition
+        tab.wait_for_timeout(50)
+
+
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Opens a page of ours; at the end there must have been no message, no error and no request."""
@@ -63,9 +73,10 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         )
         tab.goto(path.as_uri())
         tab.wait_for_selector("html[data-ready]")
-        tab.wait_for_function(
+        until(
+            tab,
             "document.querySelectorAll('figure.chart:not([data-drawn])').length === "
-            "document.querySelectorAll('details:not([open]) figure.chart:not([data-drawn])').length"
+            "document.querySelectorAll('details:not([open]) figure.chart:not([data-drawn])').length",
         )
         return tab
 
@@ -113,13 +124,13 @@ def test_a_head_is_opened_by_link_and_stepped_through(opened: Any) -> None:
     assert tab.evaluate(name) == "L0H0"
     tab.fill("#heads-table input", "L1H1")
     tab.click("#heads-table tbody a >> visible=true")
-    tab.wait_for_function(f"{name} === 'L1H1'")
+    until(tab, f"{name} === 'L1H1'")
     assert tab.evaluate("document.querySelector('#head select').value") == "layer 1"
     tab.click("#head [data-step='1']")
-    tab.wait_for_function(f"{name} === 'L1H2'")
+    until(tab, f"{name} === 'L1H2'")
     tab.click("#head [data-step='1']")
     tab.click("#head [data-step='1']")
-    tab.wait_for_function(f"{name} === 'L2H0'")
+    until(tab, f"{name} === 'L2H0'")
 
 
 def test_controls_change_what_is_drawn(opened: Any) -> None:
@@ -127,15 +138,15 @@ def test_controls_change_what_is_drawn(opened: Any) -> None:
     points = "document.querySelector('#profiles-chart .plot').data[0].x.length"
     assert tab.evaluate(points) == 127  # without the first position
     tab.click("#profiles-chart >> text=all positions")
-    tab.wait_for_function(f"{points} === 128")
+    until(tab, f"{points} === 128")
     kind = "document.querySelector('#profiles-chart .plot').layout.yaxis.type"
     assert tab.evaluate(kind) == "log"
     tab.click("#profiles-chart [data-log]")
-    tab.wait_for_function(f"{kind} === 'linear'")
+    until(tab, f"{kind} === 'linear'")
     corner = "document.querySelector('#kernels-chart .plot').data[0].z[5][1]"
     before = tab.evaluate(corner)
     tab.select_option("#kernels-chart select", "layer 3")
-    tab.wait_for_function(f"{corner} !== {before}")
+    until(tab, f"{corner} !== {before}")
 
 
 def test_tables_sort_and_filter_and_links_lead_to_what_they_name(opened: Any) -> None:
@@ -156,14 +167,14 @@ def test_tables_sort_and_filter_and_links_lead_to_what_they_name(opened: Any) ->
     tab.fill("#t input", "head 3")
     assert tab.evaluate("[...document.querySelectorAll('#t tbody tr')].filter(r => !r.hidden).length") == 1
     tab.click("#t >> text=see >> visible=true")
-    tab.wait_for_function("document.querySelector('#fold-3').open")
+    until(tab, "document.querySelector('#fold-3').open")
 
 
 def test_data_can_be_copied(opened: Any) -> None:
     tab = opened(sample_page())
     tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.click("#mixing-chart [data-copy]")
-    tab.wait_for_function("document.querySelector('#toast').textContent.includes('copied')")
+    until(tab, "document.querySelector('#toast').textContent.includes('copied')")
     text = tab.evaluate("navigator.clipboard.readText()")
     assert "token-wise" in text
     assert "0\t0.6" in text

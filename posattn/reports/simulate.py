@@ -192,7 +192,7 @@ def _depth(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
                     "A heat map of the last position's profile after each layer, as log10 of the density.",
                     {"": view},
                     note="0 is an even share. Depth 0 is the first layer alone.",
-                    height=max(260, min(560, 140 + 8 * len(mixing))),
+                    height=max(340, min(560, 140 + 8 * len(mixing))),
                 )
             )
         blocks.append(Notes((sentence(depth["implication"]), f"Condition: {depth['condition']}.")))

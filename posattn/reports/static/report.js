@@ -124,7 +124,11 @@
         if (decades > 4) axis.range = [Math.log10(Math.max(...values)) - 4, Math.log10(Math.max(...values)) + 0.15];
       }
       view.traces.forEach((trace) => { if (trace.power) { trace.customdata = trace.z.map((row) => row.map((cell) => (cell === null ? null : 10 ** cell))); delete trace.power; } });
-      if (width < 500) view.traces.forEach((trace) => { if (trace.colorbar) trace.colorbar.thickness = 10; });
+      if (width < 500) view.traces.forEach((trace) => { 
+        const bar = trace.colorbar || (trace.marker && trace.marker.colorbar);
+        /* above the chart, where there is room */
+        if (bar) Object.assign(bar, { orientation: "h", thickness: 8, x: 0.5, y: 1.02, yanchor: "bottom", len: 0.9, tickfont: { size: 10 }, title: { ...bar.title, side: "top", font: { size: 11 } } });
+      });
       window.Plotly.react(this.plot, view.traces, layout, { displaylogo: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: width >= 500 ? "hover" : false })
         .then(() => { this.figure.dataset.drawn = "true"; });
       if (!this.listening && this.plot.on) {
