@@ -88,6 +88,8 @@ CASES = [
     Case("SmolLM2-135M", "shuffled", 256, 4),
     Case("SmolLM2-135M", "docs", 512, 2),
     Case("SmolLM2-135M", "docs", 1024, 1),
+    Case("untrained", "docs", 128, 8),
+    Case("untrained", "docs", 256, 8),
     *[
         Case(f"bundled:{name}", text, length, documents, perturb=4 if length == 256 else 0, block=length == 256)
         for name in ("bytes", "bytes-alibi")
@@ -109,10 +111,25 @@ def open_model(name: str) -> Any | None:
         files = sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))
         return load_model(files[0]) if files else None
     try:
-        return load_model(name)
+        return untrained() if name == "untrained" else load_model(name)
     except Exception as error:
         print(f"{name} is left out: {error}", file=sys.stderr)
         return None
+
+
+def untrained() -> Any:
+    """bundled:bytes with fresh weights, as transformers initialises them."""
+    import transformers
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    trained = load_model("bundled:bytes")
+    config = trained.module.original_model.config
+    torch.manual_seed(0)
+    fresh = transformers.LlamaForCausalLM(config).eval()
+    bridge = build_bridge_from_module(
+        fresh, "LlamaForCausalLM", hf_config=config, tokenizer=trained.tokenizer, model_name="untrained"
+    )
+    return load_model(bridge)
 
 
 def open_text(case: Case, model: Any, folder: Path) -> Tokens:
@@ -193,7 +210,10 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
     distances = {name: row[name]["wasserstein"] for name in curves}
     found: dict[str, Any] = {
         "case": {**case.__dict__, "name": case.name},
-        "tokens": tokens.describe(),
+        "tokens": {
+            **tokens.describe(),
+            **({"source": "source files of CPython's library"} if case.text == "code" else {}),
+        },
         "measured_first": float(gradient.profile[0]),
         "variants": row,
         "best": best_curve(distances, area(uniform, gradient.profile)),
