@@ -58,6 +58,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "theory" / "energy.md"
 _BEGIN, _END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 #: random directions average out soon: this many documents are enough for their gains
 GAIN_DOCUMENTS = 8
+#: per-head kernels with more numbers than this are left out, and the variants that need them
+MOST_HEAD_GAINS = 2**27
 PER_DOCUMENT = ("residual", "energy_value", "energy", "energy_coherent")
 
 
@@ -191,11 +193,12 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
         "energy with the MLP's gain": energy_rollout(energy + key, mlp=gains.mlp, parallel=gains.parallel).last,
         "energy_cotangent without the MLP's gain": energy_rollout(value).last,
         "energy_cotangent_key without the MLP's gain": energy_rollout(value + through_key).last,
-        "energy_coherent without the MLP's gain": coherent_energy_rollout(
-            contributions.kernels["head_gain"], energy, parallel=contributions.parallel
-        ).last,
         "energy of the last row only": _unit((energy + key)[-1, -1].sqrt()),
     }
+    if "head_gain" in contributions.kernels:
+        further["energy_coherent without the MLP's gain"] = coherent_energy_rollout(
+            contributions.kernels["head_gain"], energy, parallel=contributions.parallel
+        ).last
     uniform = torch.full_like(gradient.profile, 1 / len(gradient.profile))
     everything = {**curves, **further, "uniform": uniform}
     intervals = influence_intervals(gradient, everything)["comparison"] if tokens.documents > 1 else {}
@@ -220,7 +223,7 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
         "sink_layers": sinks.where.any(1).nonzero()[:, 0].tolist(),
         "sink_positions": sinks.where.any(0).nonzero()[:, 0].tolist(),
         "mean_mixing": float(mixing.token.mean()),
-        "per_document": {name: correlations(own[name], gradient.per_document) for name in PER_DOCUMENT},
+        "per_document": {name: correlations(curve, gradient.per_document) for name, curve in own.items()},
         "calibrated": calibrations(gradient, kernels.kernels, mixing.token, contributions, sinks.where)
         if tokens.documents > 1
         else None,
@@ -228,7 +231,7 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
         "balance": balance(model, tokens, gains, min(4, tokens.documents)),
         "curves": {
             "gradient": gradient.profile.tolist(),
-            **{name: curves[name].tolist() for name in ("residual", "energy_value", "energy", "energy_coherent")},
+            **{name: curves[name].tolist() for name in PER_DOCUMENT if name in curves},
         },
     }
     if case.perturb:
@@ -249,7 +252,8 @@ def run_case(case: Case, model: Any, tokens: Tokens, say: Callable[[str], None])
 
 def per_document(model: Any, tokens: Tokens, gains: Any) -> tuple[Contributions, Any, Any, dict[str, torch.Tensor]]:
     """The probes over all documents, and each document's own profiles [M,N]."""
-    kinds = (*KINDS, "head_gain")
+    numbers = sum(info.n_heads for info in model.layers) * tokens.length**2
+    kinds = (*KINDS, "head_gain") if numbers <= MOST_HEAD_GAINS else KINDS
     whole = (ContributionProbe(kinds), KernelProbe(), MixingProbe())
     own: dict[str, list[torch.Tensor]] = {name: [] for name in PER_DOCUMENT}
     for ids, _ in tokens.batches(1):
@@ -260,14 +264,16 @@ def per_document(model: Any, tokens: Tokens, gains: Any) -> tuple[Contributions,
         own["residual"].append(rollout(mixing.token.double(), kernels.kernels.double()).last)
         own["energy_value"].append(energy_rollout(one.energy).last)
         own["energy"].append(energy_rollout(one.gains).last)
-        coherent = coherent_energy_rollout(one.kernels["head_gain"], one.energy, mlp=gains.mlp, parallel=gains.parallel)
-        own["energy_coherent"].append(coherent.last)
+        if "head_gain" in kinds:
+            heads_own = one.kernels["head_gain"]
+            coherent = coherent_energy_rollout(heads_own, one.energy, mlp=gains.mlp, parallel=gains.parallel)
+            own["energy_coherent"].append(coherent.last)
         for total, part in zip(whole, probes, strict=True):
             if not total.documents:
                 total.begin(model)
             total.merge(part)
     found = tuple(probe.result(model) for probe in whole)
-    return found[0], found[1], found[2], {name: torch.stack(rows) for name, rows in own.items()}
+    return found[0], found[1], found[2], {name: torch.stack(rows) for name, rows in own.items() if rows}
 
 
 def correlations(predicted: torch.Tensor, measured: torch.Tensor) -> dict[str, Any]:
@@ -522,8 +528,8 @@ def tables(report: dict[str, Any]) -> str:
     ]
     lines += ["| case | " + " | ".join(tried) + " |", "|---|" + "---:|" * len(tried)]
     for name in sorted(cases):
-        found = [cases[name]["variants"][variant] for variant in tried]
-        cells = [f"{_rounded(v['wasserstein'], 3, True)} ({_rounded(v['spearman'], 2, False)})" for v in found]
+        found = [cases[name]["variants"].get(variant) for variant in tried]
+        cells = [_both(values) for values in found]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "### Per document: mean Spearman's correlation with the document's own gradients (95 % interval)", ""]
     lines += [
@@ -533,7 +539,9 @@ def tables(report: dict[str, Any]) -> str:
     for name in sorted(cases):
         cells = []
         for variant in PER_DOCUMENT:
-            found = cases[name]["per_document"][variant]
+            if (found := cases[name]["per_document"].get(variant)) is None:
+                cells.append("")
+                continue
             cell = _rounded(found["mean"], 2, False)
             cells.append(
                 cell + (f" ({found['interval'][0]:.2f} to {found['interval'][1]:.2f})" if found["interval"] else "")
@@ -572,8 +580,8 @@ def tables(report: dict[str, Any]) -> str:
         if (found := cases[name].get("perturbation")) is None:
             continue
         for truth in ("kl", "root_kl"):
-            values = [found[f"gradient_to_{truth}"], *(found[truth][variant] for variant in rows)]
-            cells = [f"{_rounded(v['wasserstein'], 3, True)} ({_rounded(v['spearman'], 2, False)})" for v in values]
+            values = [found[f"gradient_to_{truth}"], *(found[truth].get(variant) for variant in rows)]
+            cells = [_both(one) for one in values]
             lines.append(f"| {name} | {'KL' if truth == 'kl' else '√KL'} | " + " | ".join(cells) + " |")
     if report.get("cost"):
         ways = list(report["cost"][0]["of_kernel_probe"])
@@ -583,6 +591,13 @@ def tables(report: dict[str, Any]) -> str:
             cells = [_rounded(row["of_kernel_probe"][way], 2, True) for way in ways]
             lines.append(f"| {row['shape']} | {row['length']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _both(values: dict[str, float] | None) -> str:
+    """Distance and correlation in one cell."""
+    if values is None:
+        return ""
+    return f"{_rounded(values['wasserstein'], 3, True)} ({_rounded(values['spearman'], 2, False)})"
 
 
 def _rounded(value: float | None, digits: int, up: bool) -> str:
