@@ -10,7 +10,7 @@ import typer
 from posattn.commands import options, output
 
 #: weights (layers × heads × positions²) up to which the four forces are told apart
-FORCES_UP_TO = 1 << 28
+FORCES_UP_TO = 1 << 31
 
 
 def profile(
