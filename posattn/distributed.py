@@ -87,7 +87,9 @@ class World:
             merged = copy.copy(probe)
             merged.load_state({})
             for rank, layout in enumerate(layouts):
-                part = {name: self._from(rank, own.get(name), *rest) for name, *rest in layout}
+                part = {
+                    name: self._from(rank, own.get(name), shape, dtype, kind) for name, shape, dtype, kind in layout
+                }
                 if part:
                     other = copy.copy(probe)  # shallow: `load_state` puts new statistics in place
                     other.load_state(part)

@@ -95,9 +95,7 @@ def test_one_killed_ends_all_and_resume_finishes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_profile_on_the_command_line(tmp_path: Path) -> None:
     families.tiny("llama_grouped", vocab_size=300).save_pretrained(tmp_path / "m")
-    tokenizer = json.dumps(BYTES)
-    (tmp_path / "m" / "tokenizer.json").write_text(tokenizer)
-    (tmp_path / "m" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    _tokenizer(tmp_path / "m")
     options = ["--length", "12", "--samples", "5", "--batch-size", "2", "--device", "cpu", "-q"]
     found = {}
     for processes in (1, 2):
@@ -119,22 +117,12 @@ def test_profile_on_the_command_line(tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
 
 
-#: a tokenizer of single bytes
-BYTES = {
-    "version": "1.0",
-    "added_tokens": [],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    "post_processor": None,
-    "decoder": {"type": "ByteLevel"},
-    "model": {"type": "BPE", "vocab": {}, "merges": []},
-}
+def _tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes, into a model's folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-
-def _byte_vocabulary() -> dict[str, int]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return {symbol: i for i, symbol in enumerate(sorted(ByteLevel.alphabet()))}
-
-
-BYTES["model"]["vocab"] = _byte_vocabulary()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)

@@ -426,7 +426,7 @@ def _assign(
     where = f"layer {t} of {model.name} ({model.family})"
     inside = set(map(id, part.attention.children()))
     linear = [(m, made) for m, _, made in calls if id(m) in inside and getattr(m, "weight", None) is not None]
-    linear = [(m, made) for m, made in linear if m.weight.dim() == 2]
+    linear = [(m, made) for m, made in linear if getattr(m.weight, "ndim", 0) == 2]
     outer = [call for call in calls if id(call[0]) not in inside and not isinstance(call[0], (nn.Dropout, nn.Identity))]
     attention = next((call for call in outer if call[0] is part.attention), None)
     if attention is None or not linear:
@@ -468,7 +468,7 @@ def _is_parallel(model: PlainModel) -> bool:
     try:
         with through_ports(model._hf):
             model(tokens)
-            silent = part.ports.z.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+            silent = part.ports.z.register_forward_hook(_zeros)
             try:
                 model(tokens)
             finally:
@@ -481,7 +481,11 @@ def _is_parallel(model: PlainModel) -> bool:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def home(module: nn.Module) -> torch.device:
+def _zeros(module: nn.Module, args: Any, output: Any) -> Tensor:
+    return torch.zeros_like(output)
+
+
+def home(module: Any) -> torch.device:
     """Where a model takes its input: its parameters' device, or the executing one where they are offloaded."""
     embedding = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else module
     place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
