@@ -136,7 +136,7 @@ def measure_profile(
     from posattn.reports.summaries import profile_arrays, profile_summary, profile_tables
     from posattn.reports.write import plain, write_folder
     from posattn.rollout.implied import IMPLIED, implied_profiles
-    from posattn.rollout.variants import VARIANTS
+    from posattn.rollout.variants import VARIANTS, sink_warning
 
     probe, positional = ContributionProbe(), PositionalProbe()
     output.say(f"measuring {tokens.documents} documents of {tokens.length} tokens", quiet)
@@ -149,7 +149,7 @@ def measure_profile(
         progress=not quiet,
         probes=[probe, positional],
     )
-    profiles = predicted_profiles(measurement, probe.result(model))
+    profiles, sinks = predicted_profiles(measurement, probe.result(model))
     by_distance = positional.result(model)
     profiles |= implied_profiles(measurement.mixing.token, by_distance)
 
@@ -162,6 +162,8 @@ def measure_profile(
         comparison = {name: compare_profiles(curve, measured.profile).to_dict() for name, curve in against.items()}
         if tokens.documents > 1:
             intervals = influence_intervals(measured, profiles)
+    if dominated := sink_warning(profiles["residual"], sinks, None if measured is None else measured.profile):
+        warnings.append(f"{dominated[0].upper()}{dominated[1:]}.")
     forces, paths = four_forces(
         measurement.mixing.token, by_distance, None if measured is None else measured.profile, warnings
     )
@@ -186,19 +188,20 @@ def measure_profile(
     return summary
 
 
-def predicted_profiles(measurement: Any, contributions: Any) -> dict[str, Any]:
-    """Every predicted profile [N] that a measurement and its contributions allow, by the name of the variant."""
+def predicted_profiles(measurement: Any, contributions: Any) -> tuple[dict[str, Any], Any]:
+    """Every predicted profile [N] that a measurement and its contributions allow by the variant's name; sinks [T,N]."""
     from posattn.rollout.variants import find_sinks, predict
 
     kernels = measurement.kernels.mean(1) if measurement.per_head else measurement.kernels
     sinks = find_sinks(contributions.received, contributions.received_std, contributions.value_size)
-    return predict(
+    profiles = predict(
         kernels.double(),
         measurement.mixing.token.double(),
         **{name: contributions.kernels[name] for name in ("energy", "key", "projection", "value_norm")},
         sinks=sinks.where,
         parallel=contributions.parallel,
     )
+    return profiles, sinks.where
 
 
 def four_forces(
