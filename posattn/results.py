@@ -61,7 +61,7 @@ def _versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Result:
-    """Base class of every result. Subclasses are frozen dataclasses whose fields are tensors, JSON values or results."""
+    """Base class of every result: subclasses are frozen dataclasses of tensors, JSON values and results."""
 
     kind: ClassVar[str] = "result"
 
@@ -126,7 +126,7 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor],
     try:
         with safe_open(str(path), framework="pt") as stored:
             header = json.loads((stored.metadata() or {})[_HEADER])
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  (not a mapping)
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} is truncated or not a posattn file ({type(error).__name__})") from error
     return tensors, header

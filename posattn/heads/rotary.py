@@ -157,7 +157,6 @@ class _Layer:
         value = value.double().cpu()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-
     def plus(self, other: _Layer) -> _Layer:
         """What one process would have gathered of the documents of both."""
         if self.scheme is None:

@@ -2,9 +2,9 @@
 
 Every batch is one forward pass with the probes attached; what is kept are running statistics only, so memory does not
 grow with the number of documents. With several processes (`posattn.distributed`) each measures its share of the
-documents and all end with the merged statistics. With `checkpoint`, the statistics and the number of documents done are written
-atomically every few batches; `resume=True` goes on from there, after checking that the model (down to a sample of its
-weights), the documents and the settings are the same, and gives what an uninterrupted run gives.
+documents and all end with the merged statistics. With `checkpoint`, the statistics and the number of documents done
+are written atomically every few batches; `resume=True` goes on from there, after checking that the model (down to a
+sample of its weights), the documents and the settings are the same, and gives what an uninterrupted run gives.
 """
 
 from __future__ import annotations

@@ -458,9 +458,10 @@ def _retrieval_section(summary: Summary) -> Section | None:
             traces.append(charts.band(place, low, high, "@measured"))
         traces.append(charts.line("gold value", retrieval[key]["mean"], place, colour="@measured", markers=True))
         if retrieval["predicted"]:
-            more = {"yaxis": "y2"}
-            curve = retrieval["predicted"]
-            traces.append(charts.line("predicted share", curve, place, colour="@c6", dash="dash", markers=True, **more))
+            curve = charts.line(
+                "predicted share", retrieval["predicted"], place, colour="@c6", dash="dash", markers=True
+            )
+            traces.append(curve | {"yaxis": "y2"})
         layout = charts.axes("place of the gold line (0 first, 1 last)", title)
         layout["yaxis2"] = {"overlaying": "y", "side": "right", "title": {"text": "predicted share"}, "showgrid": False}
         views[title] = {"traces": traces, "layout": layout}

@@ -111,7 +111,7 @@ class HeadTracker:
         """
         for step, checkpoint in checkpoints:
             load = callable(checkpoint) and not isinstance(checkpoint, (nn.Module, Model))
-            self.measure_at(checkpoint() if load else checkpoint, step)
+            self.measure_at(checkpoint() if load else checkpoint, step)  # pyright: ignore[reportCallIssue]
         self.records.sort(key=lambda r: r["step"])
         return self.result()
 
@@ -163,7 +163,8 @@ class HeadTracker:
             if self.frequencies and scheme.rotary is not None:
                 used = scheme.rotary.frequencies.shape[0]
                 part = split_frequencies(moved, scheme).logits().amax(-1).double().sum(0).cpu()[:, :used]
-                largest[layer] = part if largest[layer] is None else largest[layer] + part
+                before = largest[layer]
+                largest[layer] = part if before is None else before + part
 
         for _, rows in batches(self.documents, self.batch_size):
             with model.observe(["q", "k"], observer):
@@ -215,7 +216,8 @@ def _undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode inside; training mode and random state as before afterwards."""
     module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
     modes = {m: m.training for m in module.modules()} if isinstance(module, nn.Module) else {}
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"} if modes else set()
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    devices = {p.device for p in parameters if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         if isinstance(module, nn.Module):
             module.eval()
@@ -455,7 +457,7 @@ def _spearman(a: Tensor, b: Tensor) -> float:
         return math.nan  # a constant curve goes with nothing
     from scipy.stats import spearmanr
 
-    return float(spearmanr(a.numpy(), b.numpy()).statistic)
+    return float(spearmanr(a.numpy(), b.numpy())[0])  # pyright: ignore[reportArgumentType]
 
 
 def _bootstrap(values: Tensor, resamples: int, confidence: float) -> Tensor:
