@@ -410,8 +410,8 @@ def _bridge_builder() -> Any:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
     except ImportError as error:
         raise UnsupportedModelError(
-            "this version of TransformerLens cannot wrap a transformers model: install transformer-lens 3 or newer, or "
-            "hand over a HookedTransformer"
+            "this version of TransformerLens cannot wrap a transformers model: install transformer-lens 3 or newer, "
+            'hand over a HookedTransformer, or load with adapter="plain"'
         ) from error
     return build_bridge_from_module
 
