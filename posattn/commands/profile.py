@@ -11,6 +11,10 @@ from posattn.commands import options, output
 
 #: weights (layers × heads × positions²) up to which the four forces are told apart
 FORCES_UP_TO = 1 << 31
+#: gains of single heads (heads of all layers × positions²) up to which `energy_coherent` is among all variants
+HEAD_GAINS_UP_TO = 1 << 26
+#: random directions average out soon: so many documents are enough for their gains
+GAIN_DOCUMENTS = 8
 
 
 def profile(
@@ -26,11 +30,25 @@ def profile(
     dtype: options.Dtype = None,
     per_head: Annotated[bool, typer.Option("--per-head", help="Keep the kernels of single heads.")] = False,
     method: Annotated[
-        str, typer.Option("--method", help="gradient_norm, input_x_gradient or integrated_gradients.")
+        str,
+        typer.Option(
+            "--method",
+            help="gradient_norm, input_x_gradient, integrated_gradients, or perturbation: without gradients, the KL "
+            "divergence of the prediction when a token is replaced (two passes for every position).",
+        ),
     ] = "gradient_norm",
     target: Annotated[
         str, typer.Option("--target", help="argmax_probability, argmax_log_probability, or a token id.")
     ] = "argmax_probability",
+    all_variants: Annotated[
+        bool,
+        typer.Option(
+            "--all-variants",
+            help="Every prediction: also λ with the MLP (raw and centred: two more passes), random directions, "
+            "energies of single heads (where they are not too many), one fitted factor judged on other documents, and "
+            "each document's own predictions (one more pass). These passes are in no checkpoint.",
+        ),
+    ] = False,
     no_influence: Annotated[bool, typer.Option("--no-influence", help="Predict only: no gradients.")] = False,
     checkpoint: Annotated[
         Optional[Path],  # noqa: UP045
@@ -48,6 +66,8 @@ def profile(
     output.quiet_libraries()
     if dry_run:
         would_need(model, length, samples, batch_size, device, dtype, per_head, influence=not no_influence)
+        if all_variants:
+            print("The further passes of --all-variants are not counted.")
         return
     output.check_target(out, overwrite)
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
@@ -76,6 +96,7 @@ def profile(
             target=int(target) if target.isdigit() else target,
             checkpoint=checkpoint,
             resume=resume,
+            all_variants=all_variants,
             quiet=quiet,
         )
     output.tell(out, summary)
@@ -124,13 +145,14 @@ def measure_profile(
     target: str | int = "argmax_probability",
     checkpoint: Path | None = None,
     resume: bool = False,
+    all_variants: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Measure, predict, compare, and write it all into `folder`; returns the summary."""
     from posattn.influence.distances import compare_profiles, describe_profile
     from posattn.influence.gradients import influence
-    from posattn.influence.intervals import influence_intervals
-    from posattn.probes.contribution import ContributionProbe
+    from posattn.influence.intervals import document_correlations, influence_intervals
+    from posattn.probes.contribution import KINDS, ContributionProbe
     from posattn.probes.measure import measure
     from posattn.probes.positional import PositionalProbe
     from posattn.reports.summaries import profile_arrays, profile_summary, profile_tables
@@ -138,7 +160,17 @@ def measure_profile(
     from posattn.rollout.implied import IMPLIED, implied_profiles
     from posattn.rollout.variants import VARIANTS, sink_warning
 
-    probe, positional = ContributionProbe(), PositionalProbe()
+    kinds = KINDS
+    if all_variants:
+        numbers = sum(info.n_heads for info in model.layers) * tokens.length**2
+        if numbers <= HEAD_GAINS_UP_TO:
+            kinds = (*KINDS, "head_gain")
+        else:
+            warnings.append(
+                f"energy_coherent was left out: it would keep {numbers} gains of single heads, more than "
+                f"{HEAD_GAINS_UP_TO}."
+            )
+    probe, positional = ContributionProbe(kinds), PositionalProbe()
     output.say(f"measuring {tokens.documents} documents of {tokens.length} tokens", quiet)
     measurement = measure(
         model,
@@ -149,19 +181,35 @@ def measure_profile(
         progress=not quiet,
         probes=[probe, positional],
     )
-    profiles, sinks = predicted_profiles(measurement, probe.result(model))
+    contributions, further = probe.result(model), {}
+    if all_variants:
+        output.say("measuring what the further variants need", quiet)
+        further = further_ingredients(model, tokens)
+    profiles, sinks = predicted_profiles(measurement, contributions, **further)
     by_distance = positional.result(model)
     profiles |= implied_profiles(measurement.mixing.token, by_distance)
 
     measured = comparison = intervals = None
+    more: dict[str, Any] = {}
     if method is not None:
-        output.say("measuring the influence by gradients", quiet)
+        how = "replacing tokens" if method == "perturbation" else "gradients"
+        output.say(f"measuring the influence by {how}", quiet)
         measured = influence(model, tokens, method=method, target=target)
         flat = measured.profile.new_full(measured.profile.shape, 1 / len(measured.profile))
         against = {**profiles, "uniform": flat}
         comparison = {name: compare_profiles(curve, measured.profile).to_dict() for name, curve in against.items()}
         if tokens.documents > 1:
             intervals = influence_intervals(measured, profiles)
+        more["per_document"] = document_correlations(measured, profiles)
+        if all_variants:
+            output.say("predicting document by document", quiet)
+            own = document_correlations(measured, own_profiles(model, tokens, measured.per_document.shape[-1]))
+            for name, figures in own.items():
+                more["per_document"][name]["own"] = figures
+            if tokens.documents > 1:
+                more["calibrated"] = calibrations(measurement, contributions, sinks, measured)
+            else:
+                warnings.append("Nothing was calibrated: one document cannot be parted into two halves.")
     if dominated := sink_warning(profiles["residual"], sinks, None if measured is None else measured.profile):
         warnings.append(f"{dominated[0].upper()}{dominated[1:]}.")
     forces, paths = four_forces(
@@ -181,6 +229,7 @@ def measure_profile(
             warnings=warnings,
             variants={name: {**VARIANTS, **IMPLIED}.get(name, "") for name in profiles},
             forces=forces,
+            **more,
         )
     )
     output.say("drawing", quiet)
@@ -188,8 +237,11 @@ def measure_profile(
     return summary
 
 
-def predicted_profiles(measurement: Any, contributions: Any) -> tuple[dict[str, Any], Any]:
-    """Every predicted profile [N] that a measurement and its contributions allow by the variant's name; sinks [T,N]."""
+def predicted_profiles(measurement: Any, contributions: Any, **further: Any) -> tuple[dict[str, Any], Any]:
+    """Every predicted profile [N] that a measurement and its contributions allow by the variant's name; sinks [T,N].
+
+    `further` goes to `posattn.rollout.variants.predict`.
+    """
     from posattn.rollout.variants import find_sinks, predict
 
     kernels = measurement.kernels.mean(1) if measurement.per_head else measurement.kernels
@@ -197,11 +249,92 @@ def predicted_profiles(measurement: Any, contributions: Any) -> tuple[dict[str, 
     profiles = predict(
         kernels.double(),
         measurement.mixing.token.double(),
-        **{name: contributions.kernels[name] for name in ("energy", "key", "projection", "value_norm")},
+        **contributions.kernels,
         sinks=sinks.where,
         parallel=contributions.parallel,
+        **further,
     )
     return profiles, sinks.where
+
+
+def further_ingredients(model: Any, tokens: Any) -> dict[str, Any]:
+    """What the variants that are not measured by default need: λ with the MLP, and gains in random directions."""
+    from posattn.probes.block import measure_block_mixing
+    from posattn.probes.gains import cotangent_gains
+
+    raw, centred = measure_block_mixing(model, tokens)
+    gains = cotangent_gains(model, tokens.part(slice(GAIN_DOCUMENTS)))
+    return {"block": raw.block, "centred": centred.block, "cotangent": (gains.value, gains.key, gains.mlp)}
+
+
+def own_profiles(model: Any, tokens: Any, width: int) -> dict[str, Any]:
+    """Predictions made of each document alone, [M, width] by the variant's name, NaN beyond a document's length."""
+    import torch
+
+    from posattn.probes.contribution import ContributionProbe
+    from posattn.probes.kernel import KernelProbe
+    from posattn.probes.mixing import MixingProbe
+    from posattn.probes.session import attach
+    from posattn.rollout.variants import predict
+
+    rows: dict[str, list[Any]] = {}
+    for ids, mask in tokens.batches(1):
+        probes = ContributionProbe(), KernelProbe(), MixingProbe()
+        with attach(model, *probes) as session, torch.no_grad():
+            session.model(ids.to(model.device), None if mask is None else mask.to(model.device))
+        results: dict[str, Any] = session.results()
+        one, kernels, mixing = results["contribution"], results["kernel"].kernels, results["mixing"].token
+        curves = predict(kernels.double(), mixing.double(), **one.kernels, parallel=one.parallel)
+        for name, curve in curves.items():
+            padded = torch.nn.functional.pad(curve.cpu(), (0, width - len(curve)), value=torch.nan)
+            rows.setdefault(name, []).append(padded)
+    return {name: torch.stack(found) for name, found in rows.items()}
+
+
+def calibrations(measurement: Any, contributions: Any, sinks: Any, measured: Any) -> dict[str, Any]:
+    """One factor on λ (or on the gains), fitted on the first half of the documents and judged on the second.
+
+    By the variant's name: `factor`, the distances `fitted` and `judged`, `uncalibrated` (factor 1, judged on the same
+    documents), the 95 % `interval` of `judged`, and how many documents were on either side. The kernels are those of
+    all documents, which know nothing of the influence.
+    """
+    import dataclasses
+
+    from posattn.influence.intervals import influence_intervals
+    from posattn.rollout.dense import rollout
+    from posattn.rollout.energy import energy_rollout
+    from posattn.rollout.variants import apply_sink, area, calibrate, scaled_mixing
+
+    documents = measured.per_document
+    half = len(documents) // 2
+    fit, judge = (part.nanmean(0).nan_to_num(0.0) for part in (documents[:half], documents[half:]))
+    fit, judge = fit / fit.sum(), judge / judge.sum()
+    kernels = (measurement.kernels.mean(1) if measurement.per_head else measurement.kernels).double()
+    mixing = measurement.mixing.token.double()
+    returned = apply_sink(contributions.kernels["projection"].double(), sinks, "no-op")
+    values, gains = contributions.energy, contributions.gains
+    tried = {
+        "residual": lambda factor: rollout(scaled_mixing(mixing, factor), kernels).last,
+        "projection+no-op": lambda factor: rollout(scaled_mixing(mixing, factor), returned).last,
+        "energy": lambda factor: energy_rollout(gains, scale=factor, validate=False).last,
+        "energy_value": lambda factor: energy_rollout(values, scale=factor, validate=False).last,
+    }
+    chosen = {name: calibrate(curve, fit, judge, steps=13) for name, curve in tried.items()}
+    intervals: dict[str, Any] = {}
+    if len(documents) - half > 1:
+        rest = dataclasses.replace(measured, per_document=documents[half:], profile=judge)
+        intervals = influence_intervals(rest, {name: one.profile for name, one in chosen.items()})["comparison"]
+    return {
+        name: {
+            "factor": one.factor,
+            "fitted": one.fitted,
+            "judged": one.judged,
+            "uncalibrated": area(tried[name](1.0), judge),
+            "interval": intervals.get(name),
+            "documents": [half, len(documents) - half],
+        }
+        for name, one in chosen.items()
+    }
 
 
 def four_forces(

@@ -83,6 +83,58 @@ def influence_intervals(
     return found
 
 
+def document_correlations(
+    measured: Influence,
+    predicted: Mapping[str, Float[Tensor, "..."]],
+    draws: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Spearman's rank correlation over positions of each prediction with each document's own influence, as JSON values.
+
+    Args:
+        measured: the influence; `per_document` [M,N] holds NaN beyond a document's length.
+        predicted: by name, one curve [N] for all documents, or one for each, [M,N], NaN beyond its length.
+        draws, seed: of the bootstrap over documents.
+
+    Returns:
+        By name: `spearman` (the mean over documents), `interval` ([low, high], 95 % of that mean; None with fewer than
+        two documents) and `documents`. A document in which either curve is constant has no correlation and is left
+        out; with none left, `spearman` is None.
+
+    Raises:
+        InputError: a prediction of other documents or positions.
+    """
+    from scipy.stats import rankdata
+
+    magnitudes = measured.per_document.double()
+    tail = (1 - LEVEL) / 2
+    edges = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+    found: dict[str, Any] = {}
+    for name, curves in predicted.items():
+        if tuple(curves.shape) not in ((magnitudes.shape[-1],), tuple(magnitudes.shape)):
+            raise InputError(
+                f"{name}: curves of shape {list(curves.shape)} do not fit an influence of shape "
+                f"{list(magnitudes.shape)}"
+            )
+        each = []
+        for row, curve in zip(magnitudes, curves.detach().cpu().double().expand_as(magnitudes), strict=True):
+            real = row.isfinite() & curve.isfinite()
+            if not bool(real.any()):
+                continue
+            ranks = torch.stack([torch.from_numpy(rankdata(part[real].numpy())) for part in (curve, row)])
+            ranks = ranks - ranks.mean(-1, keepdim=True)
+            norms = ranks.norm(dim=-1)
+            if float(norms.min()) > 0:
+                each.append(float(ranks[0] @ ranks[1] / norms.prod()))
+        values = torch.tensor(each, dtype=torch.float64)
+        interval = None
+        if len(each) > 1:
+            picks = torch.randint(len(each), (draws, len(each)), generator=torch.Generator().manual_seed(seed))
+            interval = values[picks].mean(1).quantile(edges).tolist()
+        found[name] = {"spearman": float(values.mean()) if each else None, "interval": interval, "documents": len(each)}
+    return found
+
+
 def _wasserstein(profiles: Float[Tensor, "draws n"], curve: Float[Tensor, " n"]) -> Float[Tensor, " draws"]:
     """W1 of each profile to one curve: on a common grid it is the area between the cumulative curves."""
     target = (curve.double() / curve.double().sum()).cumsum(-1)

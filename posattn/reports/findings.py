@@ -161,6 +161,8 @@ def closest_prediction(summary: Summary) -> Finding | None:
         text += f", where a uniform curve is {flat:.3f} away."
     if ties and tone == "plain":
         text += f" {_listed([f'`{name}`' for name in ties])} cannot be told apart from it."
+    if apart := [name for name in ranked[1:] if name not in ties]:
+        text += f" {_margin(apart, comparison, distance, margins)}"
     sure = (
         "Distances are Wasserstein-1 as a share of the context length: 0 is the same curve, 1 all mass at opposite "
         "ends. The first position is included. "
@@ -173,6 +175,18 @@ def closest_prediction(summary: Summary) -> Finding | None:
         tone=tone,
         links=(("distances-table", "Distances"), ("profiles-chart", "Profiles")),
     )
+
+
+def _margin(apart: Sequence[str], comparison: Mapping[str, Any], distance: float, margins: Any) -> str:
+    """By how much the nearest prediction leads the first that is farther, and `residual`, with intervals."""
+    told = [apart[0], *(["residual"] if "residual" in apart[1:] else [])]
+    words = []
+    for name in told:
+        text = f"`{name}` lies {comparison[name]['wasserstein'] - distance:.3f} farther away"
+        if margins and (ends := margins.get(name)):
+            text += f" (95 % interval {_signed(ends[0], 3)} to {_signed(ends[1], 3)})"
+        words.append(text)
+    return _listed(words) + "."
 
 
 def theory_reach(summary: Summary) -> Finding | None:

@@ -99,6 +99,10 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
     blocks: list[Block] = [_profile_chart(profiles, influence, summary)]
     if comparison := summary.get("comparison"):
         blocks.append(_distances(comparison, summary))
+    if correlations := summary.get("per_document"):
+        blocks.append(_per_document(correlations))
+    if calibrated := summary.get("calibrated"):
+        blocks.append(_calibrated(calibrated))
     blocks.append(_shapes(summary["shape"]))
     return Section(
         "profiles",
@@ -212,6 +216,62 @@ def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[s
         rows,
         note="Over all positions, the first included. `uniform` is what knowing nothing would give.",
     )
+
+
+def _per_document(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    own = any(figures.get("own") for figures in found.values())
+    columns = [
+        Column("prediction", numeric=False),
+        Column("Spearman", help="Rank correlation over positions with one document's influence, mean over documents."),
+        Column("95 % interval", numeric=False, help="Bootstrap over documents."),
+        Column("documents", format="d"),
+    ]
+    if own:
+        columns += [
+            Column("own Spearman", help="The same of a prediction made of that document alone."),
+            Column("own 95 % interval", numeric=False, help="Bootstrap over documents."),
+        ]
+    rows = []
+    for name, figures in sorted(found.items(), key=lambda item: -(item[1]["spearman"] or -1)):
+        alone = figures.get("own") or {}
+        row: list[Any] = [name, figures["spearman"], _interval(figures["interval"]), figures["documents"]]
+        rows.append(row + ([alone.get("spearman"), _interval(alone.get("interval"))] if own else []))
+    return Table(
+        "documents-table",
+        "Each prediction against single documents",
+        tuple(columns),
+        rows,
+        note="One curve, averaged over documents, set beside the influence in each of them."
+        + (" `own`: each document's own prediction set beside its own influence." if own else ""),
+    )
+
+
+def _calibrated(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    columns = (
+        Column("prediction", numeric=False),
+        Column("factor", help="On λ, or on the squared gains of an energy."),
+        Column("Wasserstein-1", help="Judged on the documents that the factor was not fitted on."),
+        Column("95 % interval", numeric=False, help="Bootstrap over the documents it is judged on."),
+        Column("without the factor", help="The same distance with factor 1, on the same documents."),
+        Column("where it was fitted"),
+    )
+    rows = [
+        [name, one["factor"], one["judged"], _interval(one["interval"]), one["uncalibrated"], one["fitted"]]
+        for name, one in sorted(found.items(), key=lambda item: item[1]["judged"])
+    ]
+    fitted, judged = next(iter(found.values()))["documents"]
+    return Table(
+        "calibrated-table",
+        "Calibrated: one fitted factor",
+        columns,
+        rows,
+        note=f"The factor was fitted to the influence in {fitted} of the documents and judged on the other {judged}. "
+        "The predictions above have nothing fitted.",
+    )
+
+
+def _interval(ends: Sequence[float] | None) -> str | None:
+    return None if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}".replace("-", "−")
 
 
 def _shapes(shape: Mapping[str, Mapping[str, Any]]) -> Table:

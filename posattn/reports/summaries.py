@@ -104,6 +104,21 @@ def profile_tables(summary: Mapping[str, Any], measurement: Any) -> dict[str, An
         tables["comparison"] = pd.DataFrame(
             [{"variant": name, **values} for name, values in summary["comparison"].items()]
         )
+    if summary.get("per_document"):
+        tables["per_document"] = correlations_table(summary["per_document"])
+    if summary.get("calibrated"):
+        tables["calibrated"] = pd.DataFrame(
+            [
+                {
+                    "variant": name,
+                    **{key: figures[key] for key in ("factor", "fitted", "judged", "uncalibrated")},
+                    **_ends(figures["interval"]),
+                    "documents_fitted": figures["documents"][0],
+                    "documents_judged": figures["documents"][1],
+                }
+                for name, figures in summary["calibrated"].items()
+            ]
+        )
     rows = []
     for name, figures in (summary.get("shape") or {}).items():
         trimmed = figures.get("without_first")
@@ -115,6 +130,24 @@ def profile_tables(summary: Mapping[str, Any], measurement: Any) -> dict[str, An
     if summary.get("forces"):
         tables["forces"] = forces_table(summary["forces"])
     return tables
+
+
+def correlations_table(found: Mapping[str, Any]) -> Any:
+    """One row for each variant and prediction ("averaged" over documents, or each document's "own")."""
+    import pandas as pd
+
+    rows = []
+    for name, figures in found.items():
+        for prediction, part in (("averaged", figures), ("own", figures.get("own"))):
+            if part:
+                row = {"variant": name, "prediction": prediction, "spearman": part["spearman"]}
+                rows.append({**row, **_ends(part["interval"]), "documents": part["documents"]})
+    return pd.DataFrame(rows)
+
+
+def _ends(interval: Sequence[float] | None) -> dict[str, float | None]:
+    low, high = interval or (None, None)
+    return {"low": low, "high": high}
 
 
 def forces_table(forces: Mapping[str, Any]) -> Any:
