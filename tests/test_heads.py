@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from posattn.commands.heads import chosen_queries
 from posattn.errors import DataError, InputError, UnsupportedModelError
 from posattn.heads import (
     ablate_heads,
@@ -458,3 +459,20 @@ def test_a_symbolic_head_on_the_binding_task(hand):
     assert got.symbolic[1, 1] > 0.99
     assert got.positional[1, 1] < 0.7
     assert classify_heads(got).roles[1][1] == []
+
+
+def test_queries_of_the_command():
+    wanted = {"last": "last", "all": "all", "8": 8, "5,": [5], "5, 9,-1": [5, 9, -1]}
+    assert {text: chosen_queries(text) for text in wanted} == wanted
+    for bad in ("first", "1.5", "3,x"):
+        with pytest.raises(InputError, match="--queries"):
+            chosen_queries(bad)
+
+
+def test_the_map_of_frequencies_counts_ids_from_one():
+    usage = rotary_usage(bridged("llama_grouped"), families.tokens(2, 10))
+    image = usage.plot().images[0]
+    left, right, bottom, top = image.get_extent()
+    layers, _, terms = usage.norm.shape
+    assert (left, right, bottom, top) == (0.5, terms + 0.5, -0.5, layers - 0.5)
+    assert usage.to_dataframe()["frequency_id"].max() == terms

@@ -27,7 +27,11 @@ def heads(
         str, typer.Option("--level", help="keys: exchange hidden keys (exact); tokens: exchange tokens and run again.")
     ] = "keys",
     queries: Annotated[
-        str, typer.Option("--queries", help="last, all, or a number: so many sampled in each document.")
+        str,
+        typer.Option(
+            "--queries",
+            help="last, all, a number (so many sampled in each document), or positions: 5,9,-1 or 5, for one.",
+        ),
     ] = "8",
     tau: Annotated[float, typer.Option("--tau", min=0, help="How much larger changes of attention count more.")] = 1e-4,
     purity: Annotated[float, typer.Option("--purity", help="γ: how near a corner of the plane is pure.")] = 0.2,
@@ -62,7 +66,7 @@ def heads(
             warnings,
             scores={
                 "level": level,
-                "queries": int(queries) if queries.lstrip("-").isdigit() else queries,
+                "queries": chosen_queries(queries),
                 "tau": tau,
                 "batch_size": batch_size,
                 "seed": seed,
@@ -74,6 +78,22 @@ def heads(
             quiet=quiet,
         )
     output.tell(out, summary)
+
+
+def chosen_queries(text: str) -> str | int | list[int]:
+    """What `--queries` asks for: "last", "all", how many to sample, or positions (with a comma: "5," is one).
+
+    Raises:
+        InputError: none of these.
+    """
+    if text in ("last", "all"):
+        return text
+    try:
+        if "," in text:
+            return [int(part) for part in text.split(",") if part.strip()]
+        return int(text)
+    except ValueError:
+        raise InputError(f"--queries is last, all, a number or positions such as 5,9,-1; not {text!r}") from None
 
 
 def heads_into(

@@ -133,9 +133,12 @@ class RotaryUsage(Result):
         import matplotlib.pyplot as plt
 
         ax = plt.subplots()[1] if ax is None else ax
-        image = ax.imshow(getattr(self, value).nanmean(1).numpy(), aspect="auto", origin="lower", cmap="viridis")
+        figures = getattr(self, value).nanmean(1)
+        layers, terms = figures.shape
+        extent = (0.5, terms + 0.5, -0.5, layers - 0.5)  # ids count from 1
+        image = ax.imshow(figures.numpy(), aspect="auto", origin="lower", cmap="viridis", extent=extent)
         ax.figure.colorbar(image, ax=ax, label=value.replace("_", " "))
-        ax.set(xlabel="frequency id (0 = fastest)", ylabel="layer")
+        ax.set(xlabel="frequency id (1 = fastest)", ylabel="layer")
         return ax
 
 
