@@ -476,3 +476,26 @@ def test_the_map_of_frequencies_counts_ids_from_one():
     layers, _, terms = usage.norm.shape
     assert (left, right, bottom, top) == (0.5, terms + 0.5, -0.5, layers - 0.5)
     assert usage.to_dataframe()["frequency_id"].max() == terms
+
+
+def test_a_written_list_of_heads_can_be_ablated_and_frozen(scored, hand):
+    written = json.loads(json.dumps(head_list(classify_heads(scored), "induction")))
+    assert [entry["name"] for entry in written["heads"]] == ["L1H0"]
+    rows, results = text(2), []
+    for heads in (written, written["heads"], ["L1H0"], "L1H0", [(1, 0)], [[1, 0]]):
+        with torch.no_grad(), ablate_heads(hand, heads):
+            results.append(hand(rows))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert not torch.equal(results[0], hand(rows).detach())
+    model, ids = bridged("llama_grouped"), families.tokens(2, 8)
+    heads = {"heads": [{"name": "L1H2", "layer": 1, "head": 2}]}
+    gradients = []
+    for given in (heads, [(1, 2)]):
+        model.module.zero_grad()
+        with freeze_heads(model, given):
+            model(ids).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.module.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    for bad in (["L1"], [{"layer": 1}], {"selection": "x"}, [3], [(1, 2, 3)]):
+        with pytest.raises(InputError, match="head"), ablate_heads(hand, bad):
+            pass

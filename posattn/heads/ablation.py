@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,8 +35,37 @@ from posattn.results import Provenance, Result, provenance
 if TYPE_CHECKING:
     import pandas as pd
 
-Heads = Iterable[tuple[int, int]]
+#: (layer, head) pairs, names such as "L3H2", entries of a head list, or a whole head list (`head_list`, `heads.json`)
+Heads = Iterable[Any] | Mapping[str, Any]
 MODES = ("zero", "mean", "position_mean")
+
+
+def as_pairs(heads: Heads) -> list[tuple[int, int]]:
+    """`heads` as (layer, head) pairs, ascending and without repeats.
+
+    Raises:
+        InputError: an entry that is neither a pair, nor a name, nor an entry of a head list.
+    """
+    if isinstance(heads, Mapping):
+        if "heads" not in heads:
+            raise InputError(f'a head list has an entry "heads", this one only {", ".join(map(repr, heads)) or "none"}')
+        heads = heads["heads"]
+    elif isinstance(heads, str):
+        heads = [heads]
+    return sorted({_pair(entry) for entry in heads})
+
+
+def _pair(entry: Any) -> tuple[int, int]:
+    try:
+        if isinstance(entry, str):
+            layer, head = re.fullmatch(r"L(\d+)H(\d+)", entry).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        elif isinstance(entry, Mapping):
+            layer, head = entry["layer"], entry["head"]
+        else:
+            layer, head = entry
+        return int(layer), int(head)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InputError(f'a head is a pair (layer, head) or a name such as "L3H2", not {entry!r}') from None
 
 
 def by_layer(model: Model, heads: Heads) -> dict[int, list[int]]:
@@ -45,7 +75,7 @@ def by_layer(model: Model, heads: Heads) -> dict[int, list[int]]:
         InputError: no heads, or one that does not exist.
     """
     chosen: dict[int, list[int]] = {}
-    for layer, head in sorted({(int(t), int(h)) for t, h in heads}):
+    for layer, head in as_pairs(heads):
         if not 0 <= layer < model.n_layers:
             raise InputError(f"layer {layer} does not exist: {model.name} has layers 0 to {model.n_layers - 1}")
         if not 0 <= head < model.layers[layer].n_heads:
@@ -98,9 +128,10 @@ def ablate_heads(
     tokens: Any = None,
     means: Mapping[int, Tensor] | None = None,
 ) -> Iterator[None]:
-    """While open, the (layer, head) pairs in `heads` give zero, their mean or their mean at each position.
+    """While open, `heads` give zero, their mean or their mean at each position.
 
     Args:
+        heads: (layer, head) pairs, names ("L3H2"), or a list from `head_list` or `heads.json`.
         mode: "zero", "mean" or "position_mean".
         tokens: the data for a mean; or `means` from `head_means`, measured before.
 
@@ -143,7 +174,7 @@ def ablate_heads(
 @contextmanager
 def freeze_heads(model: Any, heads: Heads) -> Iterator[None]:
     """While open, backward passes give the heads no gradient: not to q, k, v, nor to their rows of the output
-    projection.
+    projection. `heads` as for `ablate_heads`.
 
     Raises:
         InputError: a head that does not exist.
@@ -367,7 +398,7 @@ def _classes(
     if isinstance(taxonomy, HeadTaxonomy):
         known = {name: taxonomy.heads(name) for name in (*taxonomy.counts, *taxonomy.role_counts)}
     else:
-        known = {name: sorted((int(t), int(h)) for t, h in heads) for name, heads in taxonomy.items()}
+        known = {name: as_pairs(heads) for name, heads in taxonomy.items()}
     if names is not None:
         if unknown := [name for name in names if name not in known]:
             raise InputError(f"no label or role {unknown[0]!r}: there are {', '.join(known)}")
