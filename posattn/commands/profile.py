@@ -322,7 +322,14 @@ def calibrations(measurement: Any, contributions: Any, sinks: Any, measured: Any
     chosen = {name: calibrate(curve, fit, judge, steps=13) for name, curve in tried.items()}
     intervals: dict[str, Any] = {}
     if len(documents) - half > 1:
-        rest = dataclasses.replace(measured, per_document=documents[half:], profile=judge)
+        rest = dataclasses.replace(
+            measured,
+            profile=judge,
+            per_document=documents[half:],
+            counts=documents[half:].isfinite().sum(0),
+            chosen=measured.chosen[half:],
+            probability=measured.probability[half:],
+        )
         intervals = influence_intervals(rest, {name: one.profile for name, one in chosen.items()})["comparison"]
     return {
         name: {
