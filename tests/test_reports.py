@@ -183,19 +183,40 @@ def test_uniform_heads_are_not_taken_for_both() -> None:
     assert finding.tone == "caution"
 
 
-@pytest.mark.parametrize(("low", "says"), [(0.1, "more than random heads do: positional"), (-0.1, "no class of heads")])
-def test_removal_matters_only_beyond_random_heads(low: float, says: str) -> None:
+@pytest.mark.parametrize(
+    ("interval", "says"),
+    [
+        ((0.1, 0.3), "more than random heads do: positional (+0.200 nats, 0.100 to 0.300)"),
+        ((-0.1, 0.3), "no class of heads raises"),
+        ((-0.3, -0.1), "Less than random heads: positional"),
+        ((None, None), "no class of heads raises"),
+    ],
+)
+def test_removal_matters_only_beyond_random_heads(interval: tuple[float, float], says: str) -> None:
+    text = text_of(findings.removal_matters(ablation_summary(interval)))
+    assert says in text
+    assert "mostly repeat" not in text
+
+
+def test_random_sets_that_repeat_the_class_are_mentioned() -> None:
+    text = text_of(findings.removal_matters(ablation_summary((0.1, 0.3), overlap=3.0)))
+    assert "The random sets mostly repeat the class itself for positional (3 of 4 heads)." in text
+
+
+def ablation_summary(interval: tuple[float | None, float | None], overlap: float = 1.0) -> dict[str, Any]:
     summary = heads_summary()
     summary["ablation"] = {
         "classes": ["positional"],
         "lengths": [32],
         "mode": "zero",
         "excess": [[0.2]],
-        "excess_interval": [[[low, 0.3]]],
+        "excess_interval": [[list(interval)]],
+        "heads": {"positional": 4},
+        "overlap": {"positional": overlap},
         "documents": 8,
         "controls": 5,
     }
-    assert says in text_of(findings.removal_matters(summary))
+    return summary
 
 
 def test_a_simulated_profile_is_called_what_it_is_and_that_it_is_no_measurement() -> None:

@@ -649,28 +649,35 @@ def removal_matters(summary: Summary) -> Finding | None:
     if not study:
         return None
     last = len(study["lengths"]) - 1
-    more, unclear = [], []
-    for c, name in enumerate(study["classes"]):
-        low, high = study["excess_interval"][c][last]
-        if low is None:
-            unclear.append(name.replace("_", " "))
-        elif low > 0:
-            more.append(f"{name.replace('_', ' ')} (+{study['excess'][c][last]:.3f} nats, {low:.3f} to {high:.3f})")
+    more, less, unclear = [], [], []
+    for c, key in enumerate(study["classes"]):
+        name, excess, (low, high) = key.replace("_", " "), study["excess"][c][last], study["excess_interval"][c][last]
+        if low is not None and (low > 0 or high < 0):
+            (more if low > 0 else less).append(f"{name} ({excess:+.3f} nats, {low:.3f} to {high:.3f})")
         else:
-            unclear.append(name.replace("_", " "))
+            unclear.append(name)
     text = (
         f"Removing these classes raises the loss at {study['lengths'][last]} tokens more than random heads do: "
         f"{_listed(more)}."
         if more
         else f"At {study['lengths'][last]} tokens no class of heads raises the loss by more than random heads do."
     )
-    if more and unclear:
+    if less:
+        text += f" Less than random heads: {_listed(less)}."
+    if (more or less) and unclear:
         text += f" Not told apart from random heads: {_listed(unclear)}."
+    # a class that is most of its layers leaves little to draw random sets from
+    crowded = [
+        f"{name.replace('_', ' ')} ({study['overlap'][name]:.0f} of {study['heads'][name]} heads)"
+        for name in study["classes"]
+        if study["overlap"][name] > 0.5 * study["heads"][name]
+    ]
+    caution = f" The random sets mostly repeat the class itself for {_listed(crowded)}." if crowded else ""
     return Finding(
         text,
         f"Heads are replaced by {study['mode']}; {_count(study['documents'], 'document')}, {study['controls']} "
         f"random sets of the same "
-        "size in the same layers, 95 % bootstrap intervals.",
+        f"size in the same layers, 95 % bootstrap intervals.{caution}",
         links=(("ablation-chart", "Loss by class"), ("ablation-table", "Figures")),
     )
 

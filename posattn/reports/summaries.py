@@ -224,6 +224,7 @@ def heads_summary(
             "mode": study.mode,
             "baseline": study.baseline.mean(0),
             "heads": {name: len(study.heads[name]) for name in study.classes},
+            "overlap": study.overlap,
             **{
                 name: getattr(study, name)
                 for figure in ("increase", "control_increase", "excess")
