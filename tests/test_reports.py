@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import numpy as np
 import pytest
