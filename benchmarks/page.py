@@ -48,7 +48,7 @@ def where(report: Mapping[str, Any]) -> str:
         facts.get("device") if isinstance(facts.get("device"), dict) else hardware.get("gpu") or hardware.get("cpu")
     )
     device = device.get("name", device) if isinstance(device, dict) else device
-    load = hardware.get("load") or report.get("load_average_at_start")
+    load = hardware.get("load") or report.get("load_average_at_start") or [report.get("load_average") or 0]
     torch = (facts.get("versions") or {}).get("torch") or facts.get("torch")
     parts = [
         device,
@@ -115,6 +115,36 @@ def structured(report: Mapping[str, Any]) -> list[str]:
     return [*lines, "", *table(["aim", "measured", "holds"], checks)]
 
 
+def heads(report: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for length, run in report["runs"].items():
+        forward, scores = run["forward"], run["score_heads"]
+        scaled = run.get("brute_force_scaled")
+        rows.append(
+            [
+                f"{int(length):,}",
+                f"{run['all_swaps']:,}",
+                seconds(forward["cpu_s"]),
+                seconds(scores["cpu_s"]),
+                f"{run['score_heads_peak_extra_mib'] - run['forward_peak_extra_mib']:.0f} MiB",
+                f"{scaled['cpu_s']:,.0f} s" if scaled else "",
+            ]
+        )
+    head = [
+        "tokens",
+        "swaps a head",
+        "forward pass",
+        "score_heads",
+        "memory beyond it",
+        "one swap at a time, scaled up",
+    ]
+    about = (
+        f"{report['model']}, {report['layers']} layers of {report['heads']} heads, one document, processor time; the pass "
+        "is part of `score_heads`. The last column is a sample of swaps times their number, and was not run in full."
+    )
+    return [about, "", *table(head, rows)]
+
+
 def energy_study(report: Mapping[str, Any]) -> list[str]:
     shapes = report["cost"]
     ways = list(shapes[0]["seconds"])
@@ -141,6 +171,7 @@ KINDS = {
     "capture": ("What measuring costs", capture),
     "long_context": ("Long contexts", long_context),
     "structured": ("Structured kernels: simulate", structured),
+    "heads": ("Head scores", heads),
     "energy_study": ("Energy rollout", energy_study),
     "bundled_variants": ("Every variant", bundled_variants),
     "rollout": ("Rollout kernels", rollout),
@@ -148,7 +179,7 @@ KINDS = {
 
 
 def kind_of(path: Path, report: Mapping[str, Any]) -> str:
-    return "rollout" if "results" in report else report.get("benchmark", path.stem)
+    return "rollout" if "results" in report else report.get("benchmark", path.stem.split("-")[0])
 
 
 def tables() -> str:
