@@ -140,7 +140,8 @@ def heads(report: Mapping[str, Any]) -> list[str]:
     ]
     about = (
         f"{report['model']}, {report['layers']} layers of {report['heads']} heads, one document, processor time; the "
-        "pass is part of `score_heads`. The last column is a sample of swaps times their number, and was not run in full."
+        "pass is part of `score_heads`. The last column is a sample of swaps times their number, and was not run in "
+        "full."
     )
     return [about, "", *table(head, rows)]
 
