@@ -68,14 +68,17 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except PosattnError as error:
         return _fail(str(error), 2, debug)
+    except (MemoryError, RuntimeError) as error:
+        if _out_of_memory(error):
+            return _fail("not enough memory for this: use a shorter --length or a smaller --batch-size", 2, debug)
+        return _internal(error, debug)
     except BrokenPipeError:  # the reader of our output went away: nothing to tell it
         sys.stderr.close()
         return 1
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's usage errors, whichever click it brings
             return _fail(error.format_message(), 2, debug)  # type: ignore[attr-defined]
-        hint = "" if debug else " (--debug shows where)"
-        return _fail(f"internal error, {type(error).__name__}: {error}{hint}", 1, debug)
+        return _internal(error, debug)
 
 
 def _together() -> AbstractContextManager[Any]:
@@ -85,6 +88,16 @@ def _together() -> AbstractContextManager[Any]:
     from posattn.distributed import start
 
     return start()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(t in text for t in ("out of memory", "can't allocate memory"))
+
+
+def _internal(error: Exception, debug: bool) -> int:
+    hint = "" if debug else " (--debug shows where)"
+    return _fail(f"internal error, {type(error).__name__}: {error}{hint}", 1, debug)
 
 
 def _fail(message: str, code: int, debug: bool = False) -> int:

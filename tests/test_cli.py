@@ -444,3 +444,17 @@ def test_wrong_use_of_the_other_commands(
     assert code == 2, captured.err
     assert says in captured.err
     assert len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_too_little_memory_is_one_line_that_says_what_to_do(monkeypatch, capsys, error: Exception) -> None:
+    from posattn import cli
+
+    def full(*_args, **_keywords):
+        raise error
+
+    monkeypatch.setattr(cli, "app", full)
+    assert cli.main(["models"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(cli, "app", lambda *_a, **_k: (_ for _ in ()).throw(RuntimeError("something else")))
+    assert cli.main(["models"]) == 1

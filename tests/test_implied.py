@@ -159,7 +159,7 @@ def told(**distances: float) -> dict[str, Any]:
     ("distances", "says", "never"),
     [
         ((0.05, 0.04, 0.2), "does not come as near", "does not explain"),
-        ((0.05, 0.04, 0.0405), "comes as near", "does not explain"),
+        ((0.05, 0.04, 0.0405), "not told apart from that", "does not explain"),
         ((0.05, 0.04, 0.02), "comes nearer, to 0.020", "as near"),
         ((0.19, 0.18, 0.3), "does not explain where it looks", "an even curve to"),
     ],
@@ -175,6 +175,18 @@ def test_how_far_theory_reaches(distances: tuple[float, float, float], says: str
     assert says in finding.text
     assert never not in finding.text
     assert (finding.tone == "caution") == (content >= 0.15)
+
+
+def test_theory_and_attention_whose_intervals_overlap_are_not_told_apart() -> None:
+    summary = told(positional=0.133, positional_content=0.125, residual=0.109, uniform=0.3)
+    summary["intervals"] = {"comparison": {"positional_content": [0.09, 0.16], "residual": [0.08, 0.14]}}
+    finding = findings.theory_reach(summary)
+    assert finding is not None
+    assert "(`residual`, 0.109) is not told apart from that" in finding.text
+    summary["intervals"]["comparison"]["residual"] = [0.05, 0.08]
+    finding = findings.theory_reach(summary)
+    assert finding is not None
+    assert "comes nearer, to 0.109" in finding.text
 
 
 def test_theory_is_silent_where_it_was_not_measured() -> None:

@@ -160,6 +160,8 @@ def test_a_foreign_checkpoint_is_refused(tmp_path) -> None:
     result = _measure(model, tokens, checkpoint=path)
     with pytest.raises(InputError, match="resume=True"):
         _measure(model, tokens, checkpoint=path)
+    with pytest.raises(InputError, match="is a folder"):
+        _measure(model, tokens, checkpoint=tmp_path)
     _assert_same(_measure(model, tokens, checkpoint=path, resume=True), result, 0.0)  # nothing left to do
 
     other = load_tokens(_tokens(4, 6, seed=5), model)
@@ -196,7 +198,7 @@ def test_extra_probes_run_along() -> None:
 
 def test_wrong_use_is_refused() -> None:
     model = Toy()
-    with pytest.raises(InputError, match="resume=True needs"):
+    with pytest.raises(InputError, match="needs a checkpoint"):
         _measure(model, _tokens(2, 4), resume=True)
     with pytest.raises(InputError, match="checkpoint_every"):
         _measure(model, _tokens(2, 4), checkpoint_every=0)

@@ -217,8 +217,12 @@ def test_a_window_of_zero(tmp_path: Path) -> None:
 def test_wrong_arguments(folder: Path) -> None:
     refused(InputError, "unknown dtype 'float31'", folder, dtype="float31")
     refused(InputError, "floating point dtype", folder, dtype=torch.int8)
-    if not torch.cuda.is_available():
-        refused(InputError, "no CUDA device", folder, device="cuda")
+    for device, there in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())):
+        if not there:
+            refused(
+                InputError, f"device {device} was asked for, but PyTorch finds no such device", folder, device=device
+            )
+    refused(InputError, "finds no such device", folder, device="meta")
     refused(InputError, "move a live model yourself", families.tiny("gpt2"), device="cpu")
     refused(UnsupportedModelError, "Linear is not a model", torch.nn.Linear(2, 2))
 

@@ -227,6 +227,16 @@ def test_a_simulated_profile_is_called_what_it_is_and_that_it_is_no_measurement(
     assert "a primacy bias and no U shape" in text_of(findings.simulated_shape(simulate_summary(primacy=True)))
 
 
+def test_a_profile_with_nothing_in_the_middle_has_no_shape_by_ratio() -> None:
+    summary = simulate_summary()
+    shape = summary["shape"][str(summary["lengths"][0])]["residual"]
+    shape.update(primacy=0.0, middle=0.0, recency=1.0)
+    text = text_of(findings.simulated_shape(summary))
+    assert "100% of the influence is on the last eighth" in text
+    assert "U-shaped" not in text
+    assert "unboundedly" not in text
+
+
 def test_the_strongest_force_and_the_condition_of_a_collapse_are_named() -> None:
     summary = simulate_summary()
     text = text_of(findings.strongest_force(summary))

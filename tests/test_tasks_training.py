@@ -159,6 +159,8 @@ def test_checkpoint_of_another_task_or_config(tmp_path):
         ({"task_parameters": {"max_hops": 30}}, "too small for 30 hops"),
         ({"dropout": 1.5}, "dropout"),
         ({"steps": 0}, "steps must be"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"learning_rate": float("nan")}, "number above 0"),
         ({"model": {"heads": 5}}, "even multiple"),
         ({"model": {"width": 5}}, "no size 'width'"),
     ],

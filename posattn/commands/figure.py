@@ -28,10 +28,14 @@ def figure(
 
     summary, arrays = read_folder(folder)
     if name is None:
-        for known in names(summary, arrays):
-            print(known)
+        known = names(summary, arrays)
+        if not known:
+            raise InputError(f"{folder} has no figures that can be drawn on their own")
+        print("\n".join(known))
         return
     path = out or Path(f"{name}.pdf")
+    if not path.suffix:
+        path = path.with_suffix(".pdf")
     if path.exists() and not overwrite:
         raise InputError(f"{path} exists already; choose another --out, or add --overwrite to replace it")
     if not path.parent.is_dir():

@@ -81,8 +81,9 @@ def load_model(
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise InputError(f"unknown device {str(device)!r}: say cpu, cuda, cuda:1 or mps") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device {place} was asked for, but PyTorch finds no CUDA device")
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(place.type, place.type != "meta"):
+        raise InputError(f"device {place} was asked for, but PyTorch finds no such device here")
     how = _How(place, _dtype(dtype, place), adapter, device_map, offload_folder)
     if name.startswith("bundled:"):
         return _bundled(name, how)

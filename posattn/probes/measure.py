@@ -290,12 +290,14 @@ def _resume(path: Path | None, resume: bool, probes: Sequence[Probe], identity: 
     """Load the checkpoint into the probes; how many documents it has done."""
     if path is None:
         if resume:
-            raise InputError("resume=True needs the checkpoint to go on from")
+            raise InputError("to resume needs a checkpoint to go on from (--checkpoint FILE, or checkpoint=)")
         return 0
     if not path.exists():
         return 0
+    if path.is_dir():
+        raise InputError(f"the checkpoint {path} is a folder: name a file")
     if not resume:
-        raise InputError(f"the checkpoint {path} exists: pass resume=True to go on from it, or remove it")
+        raise InputError(f"the checkpoint {path} exists: go on from it (--resume, or resume=True), or remove it")
     tensors, header = read_tensors(path)
     if header.get("class") != _HEADER:
         raise CheckpointError(f"{path} is a {header.get('class')}, not a checkpoint of measure")

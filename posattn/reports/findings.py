@@ -27,6 +27,8 @@ COLLAPSED = 0.95
 MASSIVE = 10.0
 #: two distances are told apart only when they differ by more than this share of the smaller
 TIE = 0.05
+#: a share of influence below this is none
+NOTHING = 1e-9
 
 #: the predicted profiles in words, where a summary brings no words of its own
 VARIANTS = {
@@ -209,19 +211,25 @@ def theory_reach(summary: Summary) -> Finding | None:
         else:
             text += f", an even curve to {flat:.3f}"
     text += "."
+    ends = (summary.get("intervals") or {}).get("comparison") or {}
+    nearest = "positional" if position <= content else "positional_content"
     if (attention := distance.get("residual")) is not None:
-        if abs(best - attention) <= TIE * min(best, attention):
-            text += (
-                f" The measured attention (`residual`, {attention:.3f}) comes as near: its details do not show here."
-            )
+        if {nearest, "residual"} <= ends.keys():
+            one, other = ends[nearest], ends["residual"]
+            tied = max(one[0], other[0]) <= min(one[1], other[1])
+            rule = "Two whose 95 % intervals over documents overlap are called equally close"
+        else:
+            tied = abs(best - attention) <= TIE * min(best, attention)
+            rule = f"Closeness is called equal within {TIE:.0%}"
+        if tied:
+            text += f" The measured attention (`residual`, {attention:.3f}) is not told apart from that."
         elif best < attention:
             text += f" The measured attention (`residual`, {attention:.3f}) does not come as near."
         else:
             text += f" The measured attention (`residual`) comes nearer, to {attention:.3f}."
-    sure = (
-        "All three use the measured λ. "
-        f"Closeness is called equal within {TIE:.0%}; distances are Wasserstein-1 as a share of the context length. "
-    )
+    else:
+        rule = f"Closeness is called equal within {TIE:.0%}"
+    sure = f"All use the measured λ. {rule}; distances are Wasserstein-1 as a share of the context length. "
     return Finding(text, sure + _influence_condition(summary), tone=tone, links=(("distances-table", "Distances"),))
 
 
@@ -416,6 +424,15 @@ def simulated_shape(summary: Summary) -> Finding | None:
     shape = summary["shape"][str(length)]["residual"]
     first, last = _densities(shape)
     kind = _kind(first, last)
+    if shape["middle"] <= NOTHING:  # a ratio to nothing says nothing
+        ends = [("first", shape["primacy"]), ("last", shape["recency"])]
+        told = [f"{share:.0%} of the influence is on the {name} eighth" for name, share in ends if share > NOTHING]
+        return Finding(
+            f"At {_count(length, 'position')} the architecture alone leaves nothing for the middle half: "
+            f"{' and '.join(told) or 'what there is lies between an end and the middle'}.",
+            "A computation, exact for this architecture and these λ; a trained model's content is not in it.",
+            links=(("profiles-chart", "Profile"), ("shapes-table", "Shapes")),
+        )
     name = {
         "u": "a U-shaped profile",
         "recency": "a recency bias and no U shape",
@@ -465,14 +482,16 @@ def strongest_force(summary: Summary) -> Finding | None:
     if abs(shares[ranked[0]]) < 1e-9:
         return None
     told = [f"{names.get(force, force)} {_signed(shares[force])}" for force in ranked if abs(shares[force]) >= 5e-3]
+    told = told or [f"by {_signed(shares[ranked[0]], 4)}, less than 0.005"]
     side = "beginning" if shares[ranked[0]] < 0 else "end"
     leader = sentence(names.get(str(ranked[0]), str(ranked[0])))[:-1]
     verb = "move" if leader == "Positions" else "moves"
-    text = f"{leader} {verb} the mean position most, towards the {side}" + (f": {_listed(told)}." if told else ".")
+    text = f"{leader} {verb} the mean position most, towards the {side}: {_listed(told)}."
     return Finding(
         text,
-        f"Shapley shares at {length} positions, in units of the context length, against a profile in which every "
-        f"position counts alike (mean {part['baseline'][at]:.2f}; with all forces {part['total'][at]:.2f}).",
+        f"Shapley shares at {length} positions, in units of the context length, against the profile with all four "
+        f"forces off (mean {part['baseline'][at]:.2f}; with all forces {part['total'][at]:.2f}). A window is none of "
+        "the four and is always on.",
         links=(("forces-chart", "Shares"), ("path-chart", "One force after the other")),
     )
 

@@ -83,8 +83,10 @@ class TrainingConfig:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout must lie in [0, 1), not {self.dropout}")
-        if self.learning_rate <= 0 or self.warmup < 0:
-            raise InputError("the learning rate must be above 0 and the warm-up not negative")
+        if not 0 < self.learning_rate < math.inf or self.warmup < 0:
+            raise InputError("the learning rate must be a number above 0 and the warm-up not negative")
+        if self.seed < 0:
+            raise InputError(f"a seed must not be negative, got {self.seed}")
         unknown = sorted(set(self.model) - {"layers", "heads", "d_model"})
         if unknown:
             raise InputError(f"a preset has no size '{unknown[0]}': it has layers, heads, d_model")
