@@ -66,6 +66,8 @@
       margin: { l: 10, r: 12, t: 8, b: 8 }, xaxis: structuredClone(axis), yaxis: structuredClone(axis), hovermode: "x unified",
       hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("ink") } },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { size: width < 500 ? 11 : 13 }, bgcolor: "rgba(0,0,0,0)" },
+      /* Plotly's own choice, half of a transparent paper, is a grey box over the legend */
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("soft"), activecolor: colour("ink") },
       showlegend: true, dragmode: width < 500 ? false : "zoom",
     };
   }
