@@ -96,6 +96,9 @@ def sample_page() -> Page:
 @pytest.mark.parametrize("width", [1280, 400])
 def test_every_chart_is_drawn_and_nothing_sticks_out(opened: Any, theme: str, width: int) -> None:
     tab = opened(sample_page(), theme=theme, width=width)
+    # no button offers to send the data anywhere
+    assert tab.evaluate("document.querySelectorAll('.modebar-btn').length > 0") == (width >= 500)
+    assert tab.evaluate("document.querySelectorAll('.modebar-btn[data-title^=Share]').length") == 0
     assert tab.evaluate("document.querySelectorAll('figure.chart').length") == 5
     assert tab.evaluate("[...document.querySelectorAll('.plot')].every(p => p.querySelector('svg.main-svg'))")
     assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -131,7 +131,7 @@
         /* above the chart, where there is room */
         if (bar) Object.assign(bar, { orientation: "h", thickness: 8, x: 0.5, y: 1.02, yanchor: "bottom", len: 0.9, tickfont: { size: 10 }, title: { ...bar.title, side: "top", font: { size: 11 } } });
       });
-      window.Plotly.react(this.plot, view.traces, layout, { displaylogo: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: width >= 500 ? "hover" : false })
+      window.Plotly.react(this.plot, view.traces, layout, { displaylogo: false, showSendToCloud: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: width >= 500 ? "hover" : false })
         .then(() => { this.figure.dataset.drawn = "true"; });
       if (!this.listening && this.plot.on) {
         this.listening = true;
