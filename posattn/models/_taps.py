@@ -13,7 +13,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,7 @@ from torch import Tensor, nn
 from posattn.errors import HookError, InputError
 from posattn.models.base import Batch, Intervention, Model, Observer, Point
 
-POINTS: tuple[Point, ...] = (
-    "resid_pre",
-    "attn_out",
-    "mlp_out",
-    "resid_post",
-    "attn_in",
-    "q",
-    "k",
-    "v",
-    "z",
-    "pattern",
-    "post_scale",
-    "q_rot",
-    "k_rot",
-    "lse",
-)
+POINTS: tuple[Point, ...] = get_args(Point)
 
 
 def _same(value: Tensor, batch: Batch) -> Tensor:
