@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posattn.distributed import start
+from posattn.distributed import leave, start
 from tests import families
 
 LENGTH = 10
@@ -116,3 +116,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)
