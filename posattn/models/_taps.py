@@ -265,6 +265,23 @@ def batch_of(name: str, tokens: Tensor | None, embeddings: Tensor | None, mask: 
     return Batch(tokens=tokens, mask=real)
 
 
+def whole_stream(raw: Tensor, batch: Batch) -> Tensor:
+    """Read [batch, position, feature] as it is."""
+    if raw.shape[:2] != batch.mask.shape:
+        raise RuntimeError("not [batch, position, feature]")
+    return raw
+
+
+def scaled_by(multiplier: float) -> Callable[[Tensor, Batch], Tensor]:
+    """A reader of what a block adds to the stream, times its residual multiplier."""
+
+    def read(raw: Tensor, batch: Batch) -> Tensor:
+        raw = raw.reshape(*batch.mask.shape, raw.shape[-1])
+        return raw if multiplier == 1.0 else raw * multiplier
+
+    return read
+
+
 def split_heads(width: int) -> Callable[[Tensor, Batch], Tensor]:
     """A reader that gives [B,N,heads,width] from [B,N,heads·width] or [B,N,heads,width]."""
 

@@ -30,7 +30,9 @@ from posattn.models._taps import (
     check_pattern,
     heads_first,
     like_raw,
+    scaled_by,
     split_heads,
+    whole_stream,
 )
 from posattn.models.base import Batch, LayerInfo, OutputMap, Point, PositionScheme
 from posattn.models.positions import real_positions
@@ -163,7 +165,7 @@ class BridgeModel(TappedModel):
             case "resid_post":
                 return Tap(block.hook_out)
             case "attn_in":
-                return Tap(attention.hook_in, read=_whole)
+                return Tap(attention.hook_in, read=whole_stream)
             case "attn_out":
                 if (norm := self._post_norm(layer)) is not None:
                     source = norm.hook_out
@@ -171,7 +173,7 @@ class BridgeModel(TappedModel):
                     source = attention.o.hook_out
                 else:
                     source = attention.hook_out
-                return Tap(source, read=_scaled(self._multiplier(layer)))
+                return Tap(source, read=scaled_by(self._multiplier(layer)))
             case "mlp_out":
                 if (norm := _residual_norm(block, "hook_mlp_out", "mlp")) is not None:
                     source = norm.hook_out
@@ -181,7 +183,7 @@ class BridgeModel(TappedModel):
                     source = _last_projection(block.mlp)  # OPT: no MLP module, only its two projections
                 else:
                     source = block.mlp.hook_out
-                return Tap(source, read=_scaled(self._multiplier(layer)))
+                return Tap(source, read=scaled_by(self._multiplier(layer)))
             case "q" | "k":
                 normed = getattr(attention, f"hook_{point}_normed", None)
                 if isinstance(normed, nn.Module) and _part(attention, f"{point}_norm") is not None:
@@ -316,20 +318,6 @@ def probe_norm(norm: nn.Module, width: int, like: Tensor) -> tuple[Tensor, Tenso
         constant = norm(torch.full_like(sign, 1024)[None])[0]
     centres = bool((constant - shift).abs().max() < 0.5 * weight.abs().max())
     return weight, shift if bool(shift.any()) else None, centres
-
-
-def _whole(raw: Tensor, batch: Batch) -> Tensor:
-    if raw.shape[:2] != batch.mask.shape:
-        raise RuntimeError("not [batch, position, feature]")
-    return raw
-
-
-def _scaled(multiplier: float) -> Callable[[Tensor, Batch], Tensor]:
-    def read(raw: Tensor, batch: Batch) -> Tensor:
-        raw = raw.reshape(*batch.mask.shape, raw.shape[-1])
-        return raw if multiplier == 1.0 else raw * multiplier
-
-    return read
 
 
 def _normed_heads(width: int) -> Callable[[Tensor, Batch], Tensor]:

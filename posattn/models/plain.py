@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from posattn.errors import HookError, InputError, PosattnError, UnsupportedModelError
 from posattn.models._attention import Ports, ports_of, through_ports
 from posattn.models._reading import scheme_of, text_config
-from posattn.models._taps import PassWatch, Tap, TappedModel, batch_of, check_pattern
+from posattn.models._taps import PassWatch, Tap, TappedModel, batch_of, check_pattern, scaled_by, whole_stream
 from posattn.models.base import Batch, Intervention, LayerInfo, Observer, OutputMap, Point, PositionScheme
 from posattn.models.bridge import _context, _weight_and_bias, probe_norm
 from posattn.models.positions import real_positions, rotate
@@ -194,15 +194,15 @@ class PlainModel(TappedModel):
         part = self._parts[layer]
         match point:
             case "resid_pre":
-                return Tap(part.block, read=_whole, arguments=("hidden_states",))
+                return Tap(part.block, read=whole_stream, arguments=("hidden_states",))
             case "resid_post":
-                return Tap(part.block, read=_whole)
+                return Tap(part.block, read=whole_stream)
             case "attn_in":
-                return Tap(part.attention, read=_whole, arguments=("hidden_states",))
+                return Tap(part.attention, read=whole_stream, arguments=("hidden_states",))
             case "attn_out":
-                return Tap(part.attention_source, read=_scaled(part.multiplier))
+                return Tap(part.attention_source, read=scaled_by(part.multiplier))
             case "mlp_out":
-                return Tap(part.mlp_source, read=_scaled(part.multiplier))
+                return Tap(part.mlp_source, read=scaled_by(part.multiplier))
             case "post_scale":
                 return None if part.norm is None else Tap(part.norm, read=_norm_scale(part.norm), arguments=("x",))
             case "q" | "k":
@@ -510,20 +510,6 @@ def _each_loaded(module: nn.Module, align: Any) -> Iterator[None]:
             if any(parameter.is_meta for parameter in part.parameters(recurse=False)):
                 stack.enter_context(align(part))
         yield
-
-
-def _whole(raw: Tensor, batch: Batch) -> Tensor:
-    if raw.shape[:2] != batch.mask.shape:
-        raise RuntimeError("not [batch, position, feature]")
-    return raw
-
-
-def _scaled(multiplier: float) -> Callable[[Tensor, Batch], Tensor]:
-    def read(raw: Tensor, batch: Batch) -> Tensor:
-        raw = raw.reshape(*batch.mask.shape, raw.shape[-1])
-        return raw if multiplier == 1.0 else raw * multiplier
-
-    return read
 
 
 def _heads_second(raw: Tensor, batch: Batch) -> Tensor:
