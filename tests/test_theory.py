@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -106,6 +107,18 @@ def test_path_and_quantities():
 # ---- depth ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("exponent", "says"), [(0.0, "λ_t ≈ 0.5 at every depth"), (1e-5, "λ_t ≈ 0.5 at every depth"), (0.8, "0.5·t^−0.8")]
+)
+def test_a_schedule_that_does_not_fall_has_no_power_in_its_formula(exponent, says):
+    theory = depth_theory(Architecture(6, 1, PowerLaw(0.5, exponent)), 8)
+    assert says in theory.implication
+    assert "^-" not in theory.implication
+    assert theory.fit is not None
+    rising = dataclasses.replace(theory.fit, exponent=-0.2)
+    assert rising.law.endswith("t^0.2")
+
+
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 8))
 @settings(deadline=None, max_examples=20)
 def test_depth_theory_of_any_kernel(seed, layers, n):
@@ -182,7 +195,8 @@ def test_identity_never_collapses_and_says_why():
     assert "A = I" in found.reason
     theory = depth_theory((PowerLaw(1.0, 1).values(4), identity))
     assert "nothing collapses" in theory.implication
-    assert "A_ii = 1" in theory.condition
+    assert "A_ii = 1" in theory.implication
+    assert "A_ii stays 1" in theory.condition
 
 
 def test_collapse_depth_is_where_the_profile_says():

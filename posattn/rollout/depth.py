@@ -58,6 +58,14 @@ class ScheduleFit(Result):
         """Whether Σλ_t stays finite."""
         return self.total is not None
 
+    @property
+    def law(self) -> str:
+        """The fit as a formula; one that neither falls nor rises is called the same at every depth."""
+        power = f"{-self.exponent:.3g}".replace("-", "−")
+        if abs(self.exponent) < 5e-4:
+            return f"λ_t ≈ {self.c:.3g} at every depth"
+        return f"λ_t ≈ {self.c:.3g}·t^{power}"
+
     def values(self, first: int, count: int) -> Float[Tensor, " count"]:
         """λ_first, ..., by the fit."""
         return PowerLaw(self.c, self.exponent).values(count, first)
@@ -238,7 +246,7 @@ def _implication(
 ) -> tuple[float | None, str, str]:
     if fit is None:
         return None, "one layer with attention is not enough to extrapolate from", "none"
-    law = f"λ_t ≈ {fit.c:.3g}·t^{-fit.exponent:.3g} (log λ misses it by {fit.error:.2g} rms)"
+    law = fit.law + ("" if fit.error < 1e-9 else f" (log λ misses it by {fit.error:.2g} rms)")
     own = layers.diagonal(layers.count - 1)
     inner = own[1:] if layers.causal else own
     if fit.finite:
@@ -255,16 +263,19 @@ def _implication(
         return 0.0, text, "the schedule goes on as fitted, and kernels keep all positions connected"
     gap = 1 - float(inner.max()) if len(inner) else 0.0
     if gap <= 0:
-        text = f"{law} sums to infinity, yet nothing collapses: a position with A_ii = 1 keeps all it has"
-        return None, text, "collapse would need the first column of A bounded below, which A_ii = 1 excludes"
+        text = (
+            f"{law} sums to infinity, yet nothing collapses: a position with A_ii = 1 keeps all it has (collapse would "
+            "need the first column of A bounded below, which A_ii = 1 excludes)"
+        )
+        return None, text, "the schedule goes on as fitted, and A_ii stays 1 there"
     smallest = float(least_first[-1])
-    text = f"{law} sums to infinity: with more depth all influence moves to the first token"
+    text = f"{law} sums to infinity, so that at infinite depth all influence is on the first token"
     if smallest > 0:
-        need = f"the first column of A stays bounded below; at the last layer its least entry is ε = {smallest:.3g}"
+        need = f"the first column of A stays bounded below (its least entry at the last layer is ε = {smallest:.3g})"
     else:
         need = (
-            "the first column of A is not bounded below in one layer (ε = 0: a window, or weights that vanish), so the "
-            f"bound says nothing; collapse then needs every A_ii below 1 for i > 1 (largest now {1 - gap:.3g})"
+            f"every A_ii stays below 1 for i > 1 (the largest is now {1 - gap:.3g}; as ε = 0 in one layer, from a "
+            "window or from weights that vanish, the bound by the first column says nothing)"
         )
     return 0.0, text, f"the schedule goes on as fitted, with exponent at most 1, and {need}"
 
@@ -426,8 +437,7 @@ def _beyond(
             left = _log_product(fit, 1 - own_weight, done)
             floor = math.exp(log_own + left) if log_own > -math.inf else 0.0
             if _tail(fit.c, fit.exponent, done) < needed:
-                law = f"λ_t ≈ {fit.c:.3g}·t^{-fit.exponent:.3g}"
-                return floor, None, f"never: {law} has a finite sum, too little to move what is left"
+                return floor, None, f"never: {fit.law} has a finite sum, too little to move what is left"
             return floor, None, "not reached within the layers computed; the finite rest of Σλ may or may not suffice"
         if fit.exponent == 1:
             ratio = needed / fit.c
