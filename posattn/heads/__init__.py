@@ -2,6 +2,7 @@
 
 from posattn.heads.ablation import AblationStudy, ablate_heads, ablation_study, freeze_heads, head_means
 from posattn.heads.binding import BindingTask, binding_task
+from posattn.heads.carried import CarriedPosition, carried_position
 from posattn.heads.evidence import HeadEvidence, measure_evidence, repeated_random
 from posattn.heads.inspect import CrossLogits, cross_logits
 from posattn.heads.rotary import RotaryUsage, rotary_usage
@@ -11,6 +12,7 @@ from posattn.heads.taxonomy import HeadTaxonomy, classify_heads, head_list
 __all__ = [
     "AblationStudy",
     "BindingTask",
+    "CarriedPosition",
     "CrossLogits",
     "HeadEvidence",
     "HeadScores",
@@ -19,6 +21,7 @@ __all__ = [
     "ablate_heads",
     "ablation_study",
     "binding_task",
+    "carried_position",
     "classify_heads",
     "cross_logits",
     "freeze_heads",
