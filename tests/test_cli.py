@@ -379,6 +379,29 @@ def test_heads_writes_scores_labels_and_lists(tiny_folder: Path, text_file: Path
     assert "Head by head" in (out / "report.html").read_text("utf-8")
 
 
+def test_a_model_of_a_task_is_measured_on_that_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from posattn.tasks.training import TrainingConfig, build_model, save_model
+
+    config = TrainingConfig(task="letter", model={"layers": 2, "d_model": 16})
+    folder = save_model(build_model(config), config, tmp_path / "letters")
+
+    def length_and_source(*arguments: str) -> tuple[int, str]:
+        out = tmp_path / "run"
+        assert (
+            main(["heads", str(folder), "--samples", "4", "--out", str(out), "--overwrite", "--quiet", *arguments]) == 0
+        )
+        tokens = json.loads((out / "summary.json").read_text("utf-8"))["provenance"]["tokens"]
+        return tokens["length"], tokens["source"]
+
+    own = config.make_task().length
+    assert length_and_source() == (own, "samples of task 'letter'")
+    assert length_and_source("--length", str(own + 9)) == (own + 9, "samples of task 'letter'")
+    capsys.readouterr()
+    # a text that is none of the task's words must not be read as tokens of the task
+    assert "outside the model's vocabulary" in refused(capsys, ["heads", str(folder), "--text", "bundled:python-docs"])
+    assert f"have {own} tokens" in refused(capsys, ["profile", str(folder), "--length", str(own - 1)])
+
+
 def test_compare_and_figure_of_finished_runs(
     tiny_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,4 +188,6 @@ def test_parameters_round_trip_and_tokenizer(name, tmp_path):
     task.tokenizer().save_pretrained(tmp_path)
     from transformers import AutoTokenizer
 
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == row.tolist()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer(text)["input_ids"] == row.tolist()
+    assert tokenizer("no such word")["input_ids"] == 3 * [task.vocabulary_size], "not a token of the model"

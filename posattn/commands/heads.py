@@ -9,14 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from posattn.commands import options, output
+from posattn.commands.documents import read_documents
 from posattn.errors import InputError, UnsupportedModelError
 
 
 def heads(
     model: options.Model,
-    text: options.Data = "bundled:python-docs",
+    text: options.Data = None,
     field: options.Field = "text",
-    length: options.Length = 128,
+    length: options.Length = None,
     samples: options.Samples = 16,
     batch_size: options.BatchSize = 4,
     bos: options.Bos = None,
@@ -52,12 +53,20 @@ def heads(
         raise InputError(f"--level is keys or tokens, not {level!r}")
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
         from posattn.models.loading import load_model
-        from posattn.tokens import load_tokens
 
         output.say(f"loading {model}", quiet)
         loaded = load_model(model, device=device, dtype=dtype)
-        tokens = load_tokens(
-            text, loaded, length=length, samples=samples, batch_size=batch_size, bos=bos, seed=seed, field=field
+        tokens = read_documents(
+            model,
+            loaded,
+            text,
+            length=length,
+            default=128,
+            samples=samples,
+            batch_size=batch_size,
+            bos=bos,
+            seed=seed,
+            field=field,
         )
         summary = heads_into(
             loaded,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from posattn.commands import options, output
+from posattn.commands.documents import DEFAULT
 from posattn.errors import InputError
 
 #: lengths of a text, as far as the model goes
@@ -57,10 +58,10 @@ def lengths(
         raise InputError("name a --text or a --task, not both")
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
         from posattn.models.loading import load_model
-        from posattn.tasks.lengths import length_generalisation
+        from posattn.tasks.lengths import length_generalisation, model_task
         from posattn.tokens import load_tokens
 
-        own = None if text is not None else _own_task(model, task)
+        own = None if text is not None else model_task(model, task)
         if task is not None and own is None:
             raise InputError(f"{model} does not say which task it was trained on, so --task {task} cannot be checked")
         output.say(f"loading {model}", quiet)
@@ -73,7 +74,7 @@ def lengths(
                 if not wanted:
                     raise InputError(f"{model} takes {loaded.context} tokens: name shorter --lengths and --targets")
             source = load_tokens(
-                text or "bundled:python-docs",
+                text or DEFAULT,
                 loaded,
                 length=max(wanted),
                 samples=samples,
@@ -101,13 +102,6 @@ def lengths(
             retrieval, profiles = retrieve(loaded, pairs, min(samples, 32), batch_size, seed, quiet)
         summary = write_lengths(curve, retrieval, profiles, folder, warnings, quiet)
     output.tell(out, summary)
-
-
-def _own_task(model: str, expected: str | None) -> Any:
-    from posattn.models.bundled import PREFIX
-    from posattn.tasks.lengths import model_task
-
-    return model_task(model, expected) if model.startswith(PREFIX) or Path(model).is_dir() else None
 
 
 def parse_lengths(text: str, base: int | None) -> list[int]:

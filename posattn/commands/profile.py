@@ -8,26 +8,44 @@ from typing import Annotated, Any, Optional
 import typer
 
 from posattn.commands import options, output
+from posattn.commands.documents import read_documents
+from posattn.errors import InputError
 
+#: tokens in each document of a text, unless --length says otherwise
+LENGTH = 256
 #: weights (layers × heads × positions²) up to which the four forces are told apart
 FORCES_UP_TO = 1 << 31
 #: gains of single heads (heads of all layers × positions²) up to which `energy_coherent` is among all variants
 HEAD_GAINS_UP_TO = 1 << 26
 #: random directions average out soon: so many documents are enough for their gains
 GAIN_DOCUMENTS = 8
+#: bins from which a profile has a shape to speak of
+LEAST_BINS = 8
 
 
 def profile(
     model: options.Model,
-    text: options.Data = "bundled:python-docs",
+    text: options.Data = None,
     field: options.Field = "text",
-    length: options.Length = 256,
+    length: options.Length = None,
     samples: options.Samples = 64,
     batch_size: options.BatchSize = 8,
     bos: options.Bos = None,
     seed: options.Seed = 0,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    adapter: options.Adapter = "auto",
+    bins: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            "--bins",
+            min=1,
+            metavar="W",
+            help="For long contexts: add attention up tile by tile, in bins of W positions (1: every position), and "
+            "never write a pattern down. Predictions that need patterns are left out. With an adapter other than plain "
+            "the model itself still writes them.",
+        ),
+    ] = None,
     per_head: Annotated[bool, typer.Option("--per-head", help="Keep the kernels of single heads.")] = False,
     method: Annotated[
         str,
@@ -64,22 +82,26 @@ def profile(
 ) -> None:
     """Measure a model's position bias, and set what its layers predict beside what its gradients say."""
     output.quiet_libraries()
+    adapter = chosen_adapter(adapter, bins, length=length or LENGTH, per_head=per_head, all_variants=all_variants)
     if dry_run:
-        would_need(model, length, samples, batch_size, device, dtype, per_head, influence=not no_influence)
+        would_need(
+            model, length or LENGTH, samples, batch_size, device, dtype, per_head, not no_influence, adapter, bins
+        )
         if all_variants:
             print("The further passes of --all-variants are not counted.")
         return
     output.check_target(out, overwrite)
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
         from posattn.models.loading import load_model
-        from posattn.tokens import load_tokens
 
         output.say(f"loading {model}", quiet)
-        loaded = load_model(model, device=device, dtype=dtype)
-        tokens = load_tokens(
-            text,
+        loaded = load_model(model, device=device, dtype=dtype, adapter=adapter)
+        tokens = read_documents(
+            model,
             loaded,
+            text,
             length=length,
+            default=LENGTH,
             samples=samples,
             batch_size=batch_size,
             bos=bos,
@@ -92,6 +114,7 @@ def profile(
             folder,
             warnings=warnings,
             per_head=per_head,
+            bins=bins,
             method=None if no_influence else method,
             target=int(target) if target.isdigit() else target,
             checkpoint=checkpoint,
@@ -100,6 +123,28 @@ def profile(
             quiet=quiet,
         )
     output.tell(out, summary)
+
+
+def chosen_adapter(name: str, bins: int | None, *, length: int, per_head: bool, all_variants: bool) -> str:
+    """The adapter that `--adapter` and `--bins` ask for, as `load_model` names it.
+
+    Raises:
+        InputError: an unknown adapter, or options that cannot go with `--bins`.
+    """
+    known = ("bridge", "hooked", "plain", "auto")
+    if name not in known:
+        raise InputError(f"--adapter is one of {', '.join(known)}; not {name!r}")
+    if bins is None:
+        return name
+    if per_head or all_variants:
+        asked = "--per-head" if per_head else "--all-variants"
+        raise InputError(
+            f"--bins and {asked} cannot go together: binned kernels are means over heads, without patterns"
+        )
+    if length < LEAST_BINS * bins:
+        fits = f"--bins {length // LEAST_BINS}" if length >= LEAST_BINS else "no --bins"
+        raise InputError(f"--bins {bins} leaves fewer than {LEAST_BINS} bins of {length} positions: use {fits}")
+    return "plain" if name == "auto" else name
 
 
 def would_need(
@@ -111,6 +156,8 @@ def would_need(
     dtype: str | None,
     per_head: bool,
     influence: bool,
+    adapter: str = "auto",
+    bins: int | None = None,
 ) -> None:
     """Print what the job would take.
 
@@ -120,12 +167,24 @@ def would_need(
     import torch
 
     from posattn import scale
-    from posattn.errors import InputError
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     number = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     shape = scale.shape_from_config(model)
-    job = scale.Job(length, samples, batch_size, number, per_head, influence)
+    job = scale.Job(
+        length,
+        samples,
+        batch_size,
+        number,
+        per_head,
+        influence,
+        contributions=bins is None,
+        logits=True,
+        streamed=adapter == "plain",
+        bins=bins,
+    )
+    if adapter == "plain" and not shape.interface:
+        raise InputError(f"{model} does not use transformers' attention interface: --adapter plain cannot read it")
     free = scale.free_memory(place)
     found = scale.estimate(shape, job, free, scale.matmul_rate(place, number))
     for line in found.lines():
@@ -141,6 +200,7 @@ def measure_profile(
     *,
     warnings: list[str],
     per_head: bool = False,
+    bins: int | None = None,
     method: str | None = "gradient_norm",
     target: str | int = "argmax_probability",
     checkpoint: Path | None = None,
@@ -155,6 +215,7 @@ def measure_profile(
     from posattn.probes.contribution import KINDS, ContributionProbe
     from posattn.probes.measure import measure
     from posattn.probes.positional import PositionalProbe
+    from posattn.probes.streamed import by_bin
     from posattn.reports.summaries import profile_arrays, profile_summary, profile_tables
     from posattn.reports.write import plain, write_folder
     from posattn.rollout.implied import IMPLIED, implied_profiles
@@ -170,7 +231,7 @@ def measure_profile(
                 f"energy_coherent was left out: it would keep {numbers} gains of single heads, more than "
                 f"{HEAD_GAINS_UP_TO}."
             )
-    probe, positional = ContributionProbe(kinds), PositionalProbe()
+    probe, positional = ContributionProbe(kinds) if bins is None else None, PositionalProbe()
     output.say(f"measuring {tokens.documents} documents of {tokens.length} tokens", quiet)
     measurement = measure(
         model,
@@ -179,22 +240,39 @@ def measure_profile(
         checkpoint=checkpoint,
         resume=resume,
         progress=not quiet,
-        probes=[probe, positional],
+        probes=[positional] if probe is None else [probe, positional],
+        streamed=bins is not None,
+        bins=None if bins == 1 else bins,
     )
-    contributions, further = probe.result(model), {}
+    more: dict[str, Any] = {}
+    contributions, further = None if probe is None else probe.result(model), {}
+    if probe is None:
+        warnings.append(
+            "Predictions that need attention patterns (energy, projection, value norm, sinks) were left out: --bins "
+            "writes no pattern down."
+        )
     if all_variants:
         output.say("measuring what the further variants need", quiet)
         further = further_ingredients(model, tokens)
     profiles, sinks = predicted_profiles(measurement, contributions, **further)
     by_distance = positional.result(model)
-    profiles |= implied_profiles(measurement.mixing.token, by_distance)
+    width = bins or 1
+    profiles |= {
+        name: by_bin(curve, width) for name, curve in implied_profiles(measurement.mixing.token, by_distance).items()
+    }
+    if measurement.binning is not None:
+        more["binning"] = {**measurement.binning, "doubled": doubled_bins(measurement, profiles["residual"])}
+        warnings.append(
+            f"With bins twice as wide the residual profile would change by {more['binning']['doubled']:.2g} (total "
+            "variation): an estimate of what binning does to it."
+        )
 
-    measured = comparison = intervals = None
-    more: dict[str, Any] = {}
+    measured = comparison = intervals = whole = None
     if method is not None:
         how = "replacing tokens" if method == "perturbation" else "gradients"
         output.say(f"measuring the influence by {how}", quiet)
         measured = influence(model, tokens, method=method, target=target)
+        whole, measured = measured.profile, binned_influence(measured, width)
         flat = measured.profile.new_full(measured.profile.shape, 1 / len(measured.profile))
         against = {**profiles, "uniform": flat}
         comparison = {name: compare_profiles(curve, measured.profile).to_dict() for name, curve in against.items()}
@@ -210,11 +288,9 @@ def measure_profile(
                 more["calibrated"] = calibrations(measurement, contributions, sinks, measured)
             else:
                 warnings.append("Nothing was calibrated: one document cannot be parted into two halves.")
-    if dominated := sink_warning(profiles["residual"], sinks, None if measured is None else measured.profile):
+    if sinks is not None and (dominated := sink_warning(profiles["residual"], sinks, whole)):
         warnings.append(f"{dominated[0].upper()}{dominated[1:]}.")
-    forces, paths = four_forces(
-        measurement.mixing.token, by_distance, None if measured is None else measured.profile, warnings
-    )
+    forces, paths = four_forces(measurement.mixing.token, by_distance, whole, warnings)
     curves = {**({} if measured is None else {"influence": measured.profile}), **profiles}
     shapes = {name: describe_profile(curve).to_dict() for name, curve in curves.items()}
 
@@ -232,6 +308,8 @@ def measure_profile(
             **more,
         )
     )
+    if width > 1:
+        summary.pop("first_position_attention")  # the first bin's is another figure
     output.say("drawing", quiet)
     write_folder(folder, summary, profile_arrays(measurement, measured, **paths), profile_tables(summary, measurement))
     return summary
@@ -240,11 +318,14 @@ def measure_profile(
 def predicted_profiles(measurement: Any, contributions: Any, **further: Any) -> tuple[dict[str, Any], Any]:
     """Every predicted profile [N] that a measurement and its contributions allow by the variant's name; sinks [T,N].
 
-    `further` goes to `posattn.rollout.variants.predict`.
+    Without contributions (None) there are the kernel's own variants alone, and no sinks (None). `further` goes to
+    `posattn.rollout.variants.predict`.
     """
     from posattn.rollout.variants import find_sinks, predict
 
     kernels = measurement.kernels.mean(1) if measurement.per_head else measurement.kernels
+    if contributions is None:
+        return predict(kernels.double(), measurement.mixing.token.double()), None
     sinks = find_sinks(contributions.received, contributions.received_std, contributions.value_size)
     profiles = predict(
         kernels.double(),
@@ -255,6 +336,35 @@ def predicted_profiles(measurement: Any, contributions: Any, **further: Any) -> 
         **further,
     )
     return profiles, sinks.where
+
+
+def doubled_bins(measurement: Any, profile: Any) -> float:
+    """Total variation by which the residual profile changes when the bins become twice as wide."""
+    from posattn.probes.streamed import by_bin, coarser
+    from posattn.rollout.dense import rollout
+
+    wide = rollout(measurement.mixing.token.double(), coarser(measurement.kernels.double(), measurement.counts)).last
+    return float((wide - by_bin(profile, 2)).abs().sum() / 2)
+
+
+def binned_influence(measured: Any, width: int) -> Any:
+    """A measured influence [N] as sums over bins of so many positions; documents count where they reach into a bin."""
+    import dataclasses
+
+    import torch
+
+    from posattn.probes.streamed import by_bin
+
+    if width == 1:
+        return measured
+    real = measured.per_document.isfinite()
+    summed = by_bin(measured.per_document.where(real, 0.0), width)
+    return dataclasses.replace(
+        measured,
+        profile=by_bin(measured.profile, width),
+        per_document=summed.where(by_bin(real.long(), width) > 0, torch.nan),
+        counts=measured.counts[::width],
+    )
 
 
 def further_ingredients(model: Any, tokens: Any) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from posattn.errors import InputError
 
+UNKNOWN = "[UNK]"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Samples:
@@ -187,14 +189,18 @@ class Task(abc.ABC):
         return " ".join(self.vocabulary[int(t)] for t in tokens)
 
     def tokenizer(self) -> Any:
-        """A transformers tokenizer with this vocabulary (whitespace-separated names), which can be saved with
-        a model."""
+        """A transformers tokenizer with this vocabulary (whitespace-separated names), which can be saved with a model.
+
+        Any other word becomes `[UNK]`, whose id is just outside the model's vocabulary, so that it is never taken
+        for a token of the task.
+        """
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(self.vocabulary)}, unk_token=None))
+        names = {name: i for i, name in enumerate((*self.vocabulary, UNKNOWN))}
+        words = Tokenizer(models.WordLevel(names, unk_token=UNKNOWN))
         words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-        return PreTrainedTokenizerFast(tokenizer_object=words)
+        return PreTrainedTokenizerFast(tokenizer_object=words, unk_token=UNKNOWN)
 
 
 def _balanced(count: int, cells: int, rng: np.random.Generator) -> np.ndarray:
