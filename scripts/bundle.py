@@ -2,66 +2,96 @@
 
     python scripts/bundle.py NAME TRAINED_MODEL_FOLDER
 
-NAME is one of the bundled names (bytes, bytes-alibi, numbers, letters). Every figure of the card comes from the record
-`posattn_training.json` that training left beside the weights.
+NAME is one of the bundled names (bytes, bytes-alibi, numbers, letters). Every figure of a language model's card comes
+from the record `posattn_training.json` that training left beside the weights; those of a task's model are measured
+here, on the stored weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 TARGET = Path(__file__).parent.parent / "posattn" / "models" / "bundled_data"
 LIMIT = 5_000_000
+SAMPLES = 10_000
 LOCAL = ("out", "corpus", "resume", "run", "evaluate", "snapshots", "device")
 
 
-def card(name: str, facts: dict[str, Any], config: dict[str, Any], size: int) -> str:
-    """The model card."""
-    arguments = facts.get("arguments", {})
-    lines = [f"# bundled:{name}", ""]
-    architecture = config["architectures"][0]
-    lines += [
-        f"- Architecture: `{architecture}`, {facts.get('parameters', '?'):,} parameters, {size:,} bytes as stored"
+def bytes_card(name: str, facts: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """What a byte-level language model's card says."""
+    arguments, sizes = facts["arguments"], facts["bytes"]
+    context = config.get("max_position_embeddings") or config["max_seq_len"]
+    scheme = "ALiBi" if config["architectures"][0].startswith("Mpt") else "RoPE, grouped queries"
+    return [
+        f"- Position scheme: {scheme}; context {context} tokens; one token a byte, token 256 begins a document",
+        "- Training text: documentation of CPython: the topics of `pydoc_data.topics` and the docstrings of "
+        f"the standard library ({sizes['train']:,} bytes; "
+        f"SHA-256 of the whole text `{facts['corpus_sha256'][:16]}…`). "
+        "Nothing of the text is stored here.",
+        f"- Held out: a fifth of the topics ({sizes['test']:,} bytes). Paragraphs elsewhere that share "
+        "48 bytes in a row with them were dropped from the training text.",
+        "",
+        "| model | held-out bits per byte |",
+        "|---|---|",
+        f"| bundled:{name} | {facts['test_bits_per_byte']:.3f} |",
+        f"| byte 5-gram, interpolated Kneser-Ney, same split | {facts['ngram5_bits_per_byte']:.3f} |",
+        "",
+        f"Trained for {facts['steps']} steps of {arguments['batch']} windows of {arguments['window']} bytes, "
+        f"the weights of step {facts['best_step']} (best on a validation split) kept.",
+        "`bundled:python-docs`, the default text of the commands, holds topics that the model has seen.",
+        "",
+        "The model exists so that position bias can be measured anywhere. It writes what looks like documentation "
+        "and knows nothing.",
     ]
-    if name.startswith("bytes"):
-        context = config.get("max_position_embeddings") or config["max_seq_len"]
-        sizes = facts["bytes"]
-        lines += [
-            f"- Position scheme: {'ALiBi' if architecture.startswith('Mpt') else 'RoPE, grouped queries'}; "
-            f"context {context} tokens; one token a byte, token 256 begins a document",
-            "- Training text: documentation of CPython: the topics of `pydoc_data.topics` and the docstrings of "
-            f"the standard library ({sizes['train']:,} bytes; "
-            f"SHA-256 of the whole text `{facts['corpus_sha256'][:16]}…`). "
-            "Nothing of the text is stored here.",
-            f"- Held out: a fifth of the topics ({sizes['test']:,} bytes). Paragraphs elsewhere that share "
-            "48 bytes in a row with them were dropped from the training text.",
-            "",
-            "| model | held-out bits per byte |",
-            "|---|---|",
-            f"| bundled:{name} | {facts['test_bits_per_byte']:.3f} |",
-            f"| byte 5-gram, interpolated Kneser-Ney, same split | {facts['ngram5_bits_per_byte']:.3f} |",
-            "",
-            f"Trained for {facts['steps']} steps of {arguments['batch']} windows of {arguments['window']} bytes, "
-            f"the weights of step {facts['best_step']} (best on a validation split) kept.",
-            "`bundled:python-docs`, the default text of the commands, holds topics that the model has seen.",
-            "",
-            "The model exists so that position bias can be measured anywhere. It writes what looks like documentation "
-            "and knows nothing.",
-        ]
-    else:
-        lines += [
-            f"- Task: {facts.get('task', name)}; "
-            f"accuracy {facts.get('accuracy', float('nan')):.4f} after {facts['steps']} steps",
-            "",
-            "The model exists so that positional and symbolic heads can be looked at anywhere.",
-        ]
-    kept = {key: value for key, value in arguments.items() if key not in LOCAL}
-    lines += ["", "Arguments of the training script:", "", "```json", json.dumps(kept, indent=1), "```", ""]
-    return "\n".join(lines)
+
+
+def task_card(facts: dict[str, Any], measured: dict[str, Any], counts: dict[str, int]) -> list[str]:
+    """What a task model's card says."""
+    training = facts["training"]
+    hops = " | ".join(f"{value:.4f}" for value in measured["accuracy_by_hops"].values())
+    names = " | ".join(measured["accuracy_by_hops"])
+    return [
+        f"- Position scheme: RoPE (interleaved pairs, base 10,000); samples of {facts['length']} tokens",
+        f"- Task: `{facts['task']}` with {facts['parameters']}; `posattn heads` measures it on samples of the task",
+        f"- Trained for {facts.get('steps', training['steps'])} steps of {training['batch']} samples (learning rate "
+        f"{training['learning_rate']:g}, dropout {training['dropout']:g}, seed {training['seed']}"
+        f"{', bfloat16 arithmetic' if training['autocast'] else ''})",
+        "",
+        f"Accuracy of the stored (float16) weights on {SAMPLES:,} samples it has not seen: "
+        f"{measured['accuracy']:.4f}; by hops:",
+        "",
+        f"| {names} |",
+        "|---|" + "---|" * (len(measured["accuracy_by_hops"]) - 1),
+        f"| {hops} |",
+        "",
+        "Heads at γ = .2 (last query, 64 samples): " + ", ".join(f"{n} {label}" for label, n in counts.items()) + ".",
+        "",
+        "The model exists so that positional and symbolic heads can be looked at anywhere.",
+    ]
+
+
+def measure_task(folder: Path) -> tuple[dict[str, Any], dict[str, int], int]:
+    """Accuracy, labels of heads and sample length of a stored task model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from posattn.heads.scores import score_heads
+    from posattn.heads.taxonomy import classify_heads
+    from posattn.tasks.lengths import model_task
+    from posattn.tasks.training import accuracy
+
+    task = model_task(folder)
+    if task is None:
+        raise SystemExit(f"{folder} holds no posattn_task.json: it is no model of a task")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    measured = accuracy(model, task.generate(SAMPLES, seed=4_000_003))
+    scores = score_heads(model, task.generate(64, seed=5_000_003).tokens, queries="last", evidence=False)
+    return measured, classify_heads(scores, 0.2).counts, task.length
 
 
 def main() -> None:
@@ -73,15 +103,50 @@ def main() -> None:
     if target.exists():
         shutil.rmtree(target)
     shutil.copytree(args.folder, target)
-    record = target / "posattn_training.json"
+    of_task = not args.name.startswith("bytes")
+    record = target / ("posattn_task.json" if of_task else "posattn_training.json")
     facts = json.loads(record.read_text())
+    facts = {key: value for key, value in facts.items() if key not in LOCAL}
     facts["arguments"] = {key: value for key, value in facts.get("arguments", {}).items() if key not in LOCAL}
+    config = json.loads((target / "config.json").read_text())
+    if of_task:
+        from posattn.tasks import make_task
+        from posattn.tasks.training import save_tokenizer
+
+        save_tokenizer(make_task(facts["task"], **facts["parameters"]), target)
+        measured, counts, facts["length"] = measure_task(target)
+        body, settings = task_card(facts, measured, counts), facts["training"]
+        facts.pop("arguments")
+    else:
+        body, settings = bytes_card(args.name, facts, config), facts["arguments"]
     record.write_text(json.dumps(facts, indent=1) + "\n")
+    for path in target.iterdir():
+        path.chmod(0o644)
     size = sum(path.stat().st_size for path in target.iterdir())
     if size > LIMIT:
         raise SystemExit(f"{target.name} takes {size} bytes, more than {LIMIT}")
-    config = json.loads((target / "config.json").read_text())
-    (target / "README.md").write_text(card(args.name, facts, config, size))
+    lines = [
+        f"# bundled:{args.name}",
+        "",
+        f"- Architecture: `{config['architectures'][0]}`, {parameters(target):,} parameters, {size:,} bytes as stored",
+        *body,
+        "",
+        "Settings of the training script:",
+        "",
+        "```json",
+        json.dumps(settings, indent=1),
+        "```",
+        "",
+    ]
+    (target / "README.md").write_text("\n".join(lines))
+
+
+def parameters(folder: Path) -> int:
+    """Number of stored weights."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Tables and figures of finished training runs, beside the published ones.
 
-    python scripts/learning_tables.py OUT RUN [RUN ...] [--lengths] [--samples 256]
+    python scripts/learning_tables.py OUT RUN [RUN ...] [--lengths] [--carried] [--samples 256]
 
 A RUN is a folder of scripts/train_tasks.py (curves.jsonl, snapshots/, model/). Runs that differ in their seed alone are
 taken together. Heads come from the curves where they were tracked (--track), else from snapshots and final model.
-OUT receives, per group, curves.csv, emergence.csv, relation.csv, their figures, lengths.csv with --lengths, and
-summary.json with the published figures of arXiv 2605.31558 beside ours. No checkpoint is copied.
+OUT receives, per group, curves.csv, emergence.csv, relation.csv and their figures, on the steps that all its runs have;
+lengths.csv with --lengths; carried.csv with --carried; and summary.json, each run on all of its own steps, with the
+published figures of arXiv 2605.31558 beside ours (scripts/learning_page.py makes the page's tables of it). No
+checkpoint is copied.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from posattn.tasks.lengths import PUBLISHED_ADDED, length_generalisation
 from posattn.tasks.tracking import Dynamics, HeadTracker
 from posattn.tasks.training import TrainingConfig, accuracy, load_snapshot
 
+#: two to four times the tasks' own 17 tokens
+MULTIPLES = (17, 34, 51)
 PUBLISHED = Path(__file__).parent / "data" / "published_heads.json"
 
 
@@ -59,11 +64,48 @@ def records_of(run: Path, config: TrainingConfig) -> list[dict[str, Any]]:
     return sorted(tracker.records, key=lambda record: record["step"])
 
 
+def run_summary(run: Dynamics, purity: float) -> dict[str, Any]:
+    """One run on all of its steps: accuracy, when it was reached, and each head's label, scores and history."""
+    labels = run.labels(purity)[0]
+    accuracy = run.accuracy[0]
+    heads = []
+    for layer in range(run.positional.shape[2]):
+        for head in range(run.positional.shape[3]):
+            history = [step[layer][head] for step in labels]
+            label = history[-1]
+            since = max((i + 1 for i, x in enumerate(history) if x != label), default=0)
+            heads.append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "label": label,
+                    "since": run.steps[since],
+                    "ever_positional": next((run.steps[i] for i, x in enumerate(history) if x == "positional"), None),
+                    "positional": run.positional[0, -1, layer, head].item(),
+                    "symbolic": run.symbolic[0, -1, layer, head].item(),
+                }
+            )
+    return {
+        "steps": run.steps[-1],
+        "final_accuracy": accuracy[-1].item(),
+        "best_accuracy": accuracy.max().item(),
+        "best_step": run.steps[int(accuracy.argmax())],
+        "reached": {str(level): _first(run.steps, accuracy >= level) for level in (0.5, 0.9, 0.99)},
+        "heads": heads,
+        "frequency_id": run.frequency_id[0, -1].tolist(),
+    }
+
+
+def _first(steps: Sequence[int], hit: torch.Tensor) -> int | None:
+    return next((step for step, yes in zip(steps, hit.tolist(), strict=True) if yes), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--lengths", action="store_true", help="length curves of the final models too")
+    parser.add_argument("--carried", action="store_true", help="position carried in hidden states of the final models")
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--longest", type=int, default=1000, help="most tokens added")
     parser.add_argument("--purity", type=float, default=0.2)
@@ -84,7 +126,8 @@ def write_group(
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    dynamics = Dynamics.from_records({seed: records_of(run, config) for seed, (run, config) in members.items()})
+    records = {seed: records_of(run, config) for seed, (run, config) in members.items()}
+    dynamics = Dynamics.from_records(records)
     emergence, relation = dynamics.emergence(args.purity), dynamics.relation(args.purity)
     dynamics.curves_dataframe(args.purity).to_csv(folder / "curves.csv", index=False)
     dynamics.to_dataframe().to_csv(folder / "heads.csv", index=False)
@@ -95,26 +138,46 @@ def write_group(
         result.plot(figure.subplots())
         figure.savefig(folder / f"{what}.png", dpi=150)
     task = next(iter(members.values()))[1].task
-    last = dynamics.labels(args.purity)
     summary: dict[str, Any] = {
-        "runs": list(members),
-        "final_accuracy": dynamics.accuracy[:, -1].tolist(),
-        "labels": {seed: [h for row in last[r][-1] for h in row] for r, seed in enumerate(members)},
-        "positional": dynamics.positional[:, -1].flatten(1).tolist(),
-        "symbolic": dynamics.symbolic[:, -1].flatten(1).tolist(),
-        "frequency_id": dynamics.frequency_id[:, -1].tolist(),
+        "task": task,
+        "preset": next(iter(members.values()))[1].preset,
+        "purity": args.purity,
+        "runs": {seed: run_summary(Dynamics.from_records({seed: rows}), args.purity) for seed, rows in records.items()},
+        "common_steps": dynamics.steps[-1],
+        "relation": relation.to_dataframe().to_dict("records"),
         "published": {
             "pure_heads": published["pure_heads_digitised"].get(task),
             "frequency_id": published["frequency_id_per_layer_read"].get(task),
         },
     }
+    if args.carried:
+        from posattn.heads import carried_position
+
+        frames = []
+        for seed, (run, config) in members.items():
+            rows = config.make_task().generate(args.samples, seed=config.seed + 2_500_003).tokens
+            found = carried_position(final_model(run), rows)
+            frames.append(found.to_dataframe().assign(run=seed, chance=found.chance))
+            figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+            found.plot(figure.subplots())
+            figure.savefig(folder / f"carried-{config.seed}.png", dpi=150)
+        import pandas as pd
+
+        carried = pd.concat(frames)
+        carried.to_csv(folder / "carried.csv", index=False)
+        summary["carried"] = {seed: carried[carried["run"] == seed].to_dict("list") for seed in members}
     if args.lengths:
         summary["lengths"], frames = {}, []
         for seed, (run, config) in members.items():
             own = config.make_task()
-            added = [0, *(n for n in PUBLISHED_ADDED if n <= args.longest)]
+            added = [0, *(n for n in sorted({*PUBLISHED_ADDED, *MULTIPLES}) if n <= args.longest)]
             curve = length_generalisation(
-                final_model(run), own, [own.length + n for n in added], samples=args.samples, score_samples=8
+                final_model(run),
+                own,
+                [own.length + n for n in added],
+                samples=args.samples,
+                score_samples=8,
+                ablate=False,
             )
             frames.append(curve.to_dataframe().assign(run=seed, added=added))
             curve.heads_dataframe().assign(run=seed).to_csv(folder / f"heads-by-length-{config.seed}.csv", index=False)

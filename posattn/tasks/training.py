@@ -499,10 +499,7 @@ def save_model(model: Any, config: TrainingConfig, folder: str | Path, facts: di
     stored = build_model(config)
     stored.load_state_dict({k: v.detach().cpu().float() for k, v in model.state_dict().items()})
     stored.half().save_pretrained(target)
-    task.tokenizer().save_pretrained(target)
-    tokens = target / "tokenizer_config.json"  # the class name that transformers 4 and 5 both know
-    named = json.loads(tokens.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    tokens.write_text(json.dumps(named, indent=1) + "\n")
+    save_tokenizer(task, target)
     described = {
         "task": task.name,
         "parameters": task.parameters,
@@ -511,3 +508,11 @@ def save_model(model: Any, config: TrainingConfig, folder: str | Path, facts: di
     }
     (target / "posattn_task.json").write_text(json.dumps(described, indent=1) + "\n")
     return target
+
+
+def save_tokenizer(task: Task, folder: Path) -> None:
+    """Write the task's tokenizer beside a model."""
+    task.tokenizer().save_pretrained(folder)
+    path = folder / "tokenizer_config.json"  # the class name that transformers 4 and 5 both know
+    named = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(named, indent=1) + "\n")
