@@ -63,6 +63,11 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
+def dash(index: int) -> Any:
+    """The dash pattern of the `index`-th curve: with its colour, no pair repeats before the fiftieth."""
+    return DASHES[(index + index // len(COLOURS)) % len(DASHES)]
+
+
 def values(data: Any) -> Any:
     """A tensor, array or sequence as a numpy array of floats."""
     return torch.as_tensor(data).detach().cpu().double().numpy()
@@ -84,7 +89,7 @@ def curve(
     y = values(y)
     x = range(len(y)) if x is None else values(x)
     number = len(ax.lines) if index is None else index
-    keywords = {"color": colour(number), "linestyle": DASHES[number % len(DASHES)], **keywords}
+    keywords = {"color": colour(number), "linestyle": dash(number), **keywords}
     if keywords.get("marker"):
         keywords = {"markersize": 3.5, **keywords}
     ax.plot(x, y, label=label, **keywords)

@@ -234,7 +234,8 @@ def simulate_summary(primacy: bool = False) -> dict[str, Any]:
             "bound": [0.95, 0.9, 0.85],
             "last_diagonal": [0.5, 0.4, 0.3],
             "mixing_sum": [0.5, 0.8, 1.0],
-            "implication": "λ_t ≈ 0.5·t^-0.8 sums to infinity: with more depth all influence moves to the first token",
+            "implication": "λ_t ≈ 0.5·t^−0.8 sums to infinity, so that at infinite depth all influence is on the first "
+            "token",
             "condition": "the first column of A stays bounded below",
             "collapse": {"eta": 0.01, "depth": None, "predicted_depth": 900.0, "bound_depth": None, "reason": "slow"},
         },

@@ -244,7 +244,8 @@ def test_the_strongest_force_and_the_condition_of_a_collapse_are_named() -> None
     assert "the residual 0.20" in text
     assert "content" not in text.split(".")[0]
     text = text_of(findings.more_depth(summary))
-    assert "If the first column of A stays bounded below" in text
+    assert "provided that the first column of A stays bounded below" in findings.more_depth(summary).text
+    assert "3 layers, computed at 64 positions" in text
     assert "would be reached near depth 900" in text
     assert findings.not_monotone(summary) is None
     summary["monotonicity"]["worst"] = 0.01

@@ -34,6 +34,15 @@ def colour_of(name: str, index: int = 0) -> str:
     return VARIANT_COLOURS.get(name, f"@c{index % 8}")
 
 
+#: dash patterns of plotly, so that more curves than colours differ, and all of them in print
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+
+
+def style(index: int) -> dict[str, Any]:
+    """Colour token and dash of the `index`-th curve of a chart: 48 pairs before one repeats."""
+    return {"colour": f"@c{index % 8}", "dash": DASHES[(index % 8 + index // 8) % len(DASHES)]}
+
+
 def blocks(values: Any, points: int = CURVE_POINTS) -> tuple[np.ndarray, np.ndarray]:
     """Positions and values of a curve with at most `points` points: block means, at the blocks' middles."""
     values = np.asarray(values, dtype=float)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posattn.reports.kit import Facts, Notes, Section
+from posattn.words import count
 
 
 def model_name(provenance: Mapping[str, Any]) -> str:
@@ -26,8 +27,7 @@ def subtitle(provenance: Mapping[str, Any]) -> str:
     parts = []
     tokens = provenance.get("tokens") or {}
     if isinstance(tokens, Mapping) and tokens.get("documents"):
-        what = "documents" if tokens["documents"] != 1 else "document"
-        parts.append(f"{tokens['documents']} {what} of {tokens.get('length')} tokens")
+        parts.append(f"{count(tokens['documents'], 'document')} of {count(tokens.get('length', 0), 'token')}")
         if tokens.get("source"):
             parts.append(f"from {tokens['source']}")
     text = " ".join(parts)

@@ -81,7 +81,7 @@ def _curves(summary: Mapping[str, Any]) -> Section:
             curve = np.asarray(run["influence"] if kind == "influence" else run["profiles"][kind], float)[1:]
             x, y = charts.blocks(curve / (curve.sum() or 1.0) * len(curve))
             scale = max(len(curve) - 1, 1)
-            traces.append(charts.line(name, y, (np.asarray(x) / scale).tolist(), colour=f"@c{i % 8}", hover="%{y:.3f}"))
+            traces.append(charts.line(name, y, (np.asarray(x) / scale).tolist(), hover="%{y:.3f}", **charts.style(i)))
         views["measured influence" if kind == "influence" else kind] = {
             "traces": traces,
             "layout": charts.axes(
@@ -92,7 +92,7 @@ def _curves(summary: Mapping[str, Any]) -> Section:
     for i, (name, run) in enumerate(zip(summary["names"], summary["runs"], strict=True)):
         token = run["mixing"]["token"]
         x = [t / max(len(token) - 1, 1) for t in range(len(token))]
-        mixing.append(charts.line(name, token, x, colour=f"@c{i % 8}", markers=True, hover="%{y:.3f}"))
+        mixing.append(charts.line(name, token, x, markers=True, hover="%{y:.3f}", **charts.style(i)))
     blocks: list[Block] = [
         Chart(
             "curves-chart",

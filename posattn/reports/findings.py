@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from posattn.reports import curves
 from posattn.reports.kit import Finding
 from posattn.reports.learning import lengths_findings, train_findings
+from posattn.words import count, listed, number, percent, plural, sentence, span, times
 
 Summary = Mapping[str, Any]
 
@@ -78,7 +80,7 @@ def influence_shape(summary: Summary) -> Finding | None:
     kind = _kind(first, last)
     interval = summary.get("intervals", {}).get("influence", {}).get("u_index")
     unsettled = kind == "u" and interval is not None and interval[0] is not None and interval[0] <= 0
-    start, end = f"{_times(first)} the influence of a position in the middle half", _times(last)
+    start, end = f"{times(first)} the influence of a position in the middle half", times(last)
     ends = f"a position in the first eighth of the context has {start}, one in the last eighth {end}."
     text = {
         "u": f"Influence on the last position is U-shaped: {ends}",
@@ -93,9 +95,8 @@ def influence_shape(summary: Summary) -> Finding | None:
         notes.append(f"With it, the reading changes to {_KINDS[whole]}.")
     if interval and None not in (interval[0], interval[1], trimmed["u_index"]):
         notes.append(
-            f"U index {_signed(trimmed['u_index'])}, 95 % bootstrap interval {_signed(interval[0])} to "
-            f"{_signed(interval[1])} over documents"
-            + (", which includes 0." if interval[0] <= 0 <= interval[1] else ".")
+            f"U index {number(trimmed['u_index'])}, 95 % bootstrap interval {span(interval)} over "
+            f"{_documents(summary)}" + (", which includes 0." if interval[0] <= 0 <= interval[1] else ".")
         )
     notes.append(_influence_condition(summary))
     return Finding(
@@ -128,6 +129,9 @@ def closest_prediction(summary: Summary) -> Finding | None:
     """Which predicted profile lies nearest to the measured influence, and whether it beats a uniform curve."""
     comparison = dict(summary.get("comparison") or {})
     uniform = comparison.pop("uniform", None)
+    repeated = curves.other_names(summary)
+    # what coincides counts once
+    comparison = {name: figures for name, figures in comparison.items() if name not in repeated}
     if not comparison:
         return None
     intervals = summary.get("intervals") or {}
@@ -140,10 +144,12 @@ def closest_prediction(summary: Summary) -> Finding | None:
         if (margins[name][0] <= 0 if margins else comparison[name]["wasserstein"] - distance <= TIE * distance)
     ]
     tone: Literal["plain", "caution"] = "plain"
+    named = f"`{best}` ({in_words(summary, best) or best})"
     text = (
-        f"Of {len(ranked)} predicted profiles, `{best}` ({in_words(summary, best) or best}) comes closest to the "
-        f"measured "
-        f"influence: {distance:.3f} away"
+        f"Of {len(ranked)} different predicted profiles, {named} comes closest to the measured influence: "
+        f"{number(distance, 3)} away"
+        if len(ranked) > 1
+        else f"The predicted profile {named} lies {number(distance, 3)} from the measured influence"
     )
     if uniform is None:
         text += "."
@@ -151,26 +157,29 @@ def closest_prediction(summary: Summary) -> Finding | None:
         tone = "caution"
         text = (
             "No predicted profile is closer to the measured influence than a uniform curve: the nearest, "
-            f"`{best}`, lies {distance:.3f} away, the uniform one {flat:.3f}."
+            f"`{best}`, lies {number(distance, 3)} away, the uniform one {number(flat, 3)}."
         )
     elif (gain := intervals.get("over_uniform", {}).get(best)) and gain[1] >= 0:
         tone = "caution"
         text += (
-            f". A uniform curve is {flat:.3f} away, and these documents do not tell the two apart "
-            f"(difference {_signed(gain[0], 3)} to {_signed(gain[1], 3)})."
+            f". A uniform curve is {number(flat, 3)} away, and these documents do not tell the two apart "
+            f"(95 % interval of the difference {span(gain, 3)})."
         )
     else:
-        text += f", where a uniform curve is {flat:.3f} away."
+        text += f", where a uniform curve is {number(flat, 3)} away."
     if ties and tone == "plain":
-        text += f" {_listed([f'`{name}`' for name in ties])} cannot be told apart from it."
+        text += f" {listed([f'`{name}`' for name in ties])} cannot be told apart from it."
     if apart := [name for name in ranked[1:] if name not in ties]:
         text += f" {_margin(apart, comparison, distance, margins)}"
     sure = (
         "Distances are Wasserstein-1 as a share of the context length: 0 is the same curve, 1 all mass at opposite "
         "ends. The first position is included. "
     )
+    if repeated:
+        told = [f"`{name}` as `{first}`" for name, first in repeated.items()]
+        sure += f"The same curve here, and counted once: {listed(told)}. "
     if interval := intervals.get("comparison", {}).get(best):
-        sure += f"95 % bootstrap interval of the nearest: {interval[0]:.3f} to {interval[1]:.3f}, over documents. "
+        sure += f"95 % bootstrap interval of the nearest: {span(interval, 3)}, over {_documents(summary)}. "
     return Finding(
         text,
         sure + _influence_condition(summary),
@@ -184,11 +193,11 @@ def _margin(apart: Sequence[str], comparison: Mapping[str, Any], distance: float
     told = [apart[0], *(["residual"] if "residual" in apart[1:] else [])]
     words = []
     for name in told:
-        text = f"`{name}` lies {comparison[name]['wasserstein'] - distance:.3f} farther away"
+        text = f"`{name}` lies {number(comparison[name]['wasserstein'] - distance, 3)} farther away"
         if margins and (ends := margins.get(name)):
-            text += f" (95 % interval {_signed(ends[0], 3)} to {_signed(ends[1], 3)})"
+            text += f" (95 % interval {span(ends, 3)})"
         words.append(text)
-    return _listed(words) + "."
+    return listed(words) + "."
 
 
 def theory_reach(summary: Summary) -> Finding | None:
@@ -200,16 +209,18 @@ def theory_reach(summary: Summary) -> Finding | None:
     position, content = distance["positional"], distance["positional_content"]
     best = min(position, content)
     text = (
-        f"Mask, λ and positions alone (`positional`) come to {position:.3f} from the measured influence; with each "
-        f"head's preference for its own token (`positional_content`) to {content:.3f}"
+        f"Mask, λ and positions alone (`positional`) come to {number(position, 3)} from the measured influence; with "
+        f"each head's preference for its own token (`positional_content`) to {number(content, 3)}"
     )
     tone: Literal["plain", "caution"] = "plain"
     if (flat := distance.get("uniform")) is not None:
         if best >= flat:
             tone = "caution"
-            text += f", no nearer than an even curve ({flat:.3f}): the architecture does not explain where it looks"
+            text += (
+                f", no nearer than an even curve ({number(flat, 3)}): the architecture does not explain where it looks"
+            )
         else:
-            text += f", an even curve to {flat:.3f}"
+            text += f", an even curve to {number(flat, 3)}"
     text += "."
     ends = (summary.get("intervals") or {}).get("comparison") or {}
     nearest = "positional" if position <= content else "positional_content"
@@ -222,11 +233,11 @@ def theory_reach(summary: Summary) -> Finding | None:
             tied = abs(best - attention) <= TIE * min(best, attention)
             rule = f"Closeness is called equal within {TIE:.0%}"
         if tied:
-            text += f" The measured attention (`residual`, {attention:.3f}) is not told apart from that."
+            text += f" The measured attention (`residual`, {number(attention, 3)}) is not told apart from that."
         elif best < attention:
-            text += f" The measured attention (`residual`, {attention:.3f}) does not come as near."
+            text += f" The measured attention (`residual`, {number(attention, 3)}) does not come as near."
         else:
-            text += f" The measured attention (`residual`) comes nearer, to {attention:.3f}."
+            text += f" The measured attention (`residual`) comes nearer, to {number(attention, 3)}."
     else:
         rule = f"Closeness is called equal within {TIE:.0%}"
     sure = f"All use the measured λ. {rule}; distances are Wasserstein-1 as a share of the context length. "
@@ -244,16 +255,16 @@ def force_behind(summary: Summary) -> Finding | None:
         shares = dict(zip(part["forces"], distance["shares"], strict=True))
         told = {
             side: [
-                f"{FORCE_NAMES[force]} {_signed(share, 3)}"
+                f"{FORCE_NAMES[force]} {number(share, 3)}"
                 for force, share in sorted(shares.items(), key=lambda item: -abs(item[1]))
                 if share * sign >= 5e-4
             ]
             for side, sign in (("nearer", -1), ("farther", 1))
         }
-        words = [f"{side}: {_listed(names)}" for side, names in told.items() if names]
+        words = [f"{side}: {listed(names)}" for side, names in told.items() if names]
         text += (
-            f" Set beside the measured influence, the four take the distance from {distance['baseline']:.3f} (an even "
-            f"curve) to {distance['total']:.3f}" + (f"; {'; '.join(words)}." if words else ".")
+            f" Set beside the measured influence, the four take the distance from {number(distance['baseline'], 3)} "
+            f"(an even curve) to {number(distance['total'], 3)}" + (f"; {'; '.join(words)}." if words else ".")
         )
     return Finding(text, moved.sure, links=(("forces-chart", "Shares"), ("forces-table", "Figures")))
 
@@ -265,19 +276,25 @@ def mixing_strength(summary: Summary) -> Finding | None:
         return None
     token = mixing["token"]
     mean, low, high = sum(token) / len(token), min(token), max(token)
-    text = (
-        f"Mixing averages λ = {mean:.2f} over {_count(len(token), 'layer')}: what attention adds is {mean:.0%} of the "
-        f"size of update and residual stream together (from {low:.2f} in layer {token.index(low)} to {high:.2f} in "
-        f"layer "
-        f"{token.index(high)})."
-    )
+    if len(token) == 1:
+        text = (
+            f"Mixing in the only layer is λ = {number(mean)}: what attention adds is {percent(mean)} of the size of "
+            "update and residual stream together."
+        )
+    else:
+        text = (
+            f"Mixing averages λ = {number(mean)} over {count(len(token), 'layer')}: what attention adds is "
+            f"{percent(mean)} of the size of update and residual stream together (from {number(low)} in layer "
+            f"{token.index(low)} to {number(high)} in layer {token.index(high)})."
+        )
     documents = mixing.get("documents")
     notes = ["Token-wise norms."]
     if documents and documents > 1 and mixing.get("token_std"):
         half = 1.96 * max(mixing["token_std"]) / math.sqrt(documents)
-        notes.append(f"The 95 % interval over {documents} documents is at most ±{half:.3f} for any layer.")
+        over = count(documents, "document")
+        notes.append(f"The 95 % interval over {over} is at most ±{number(half, 3)} for any layer.")
     elif documents:
-        notes.append(f"From {_count(documents, 'document')}; no interval.")
+        notes.append(f"From {count(documents, 'document')}; no interval.")
     return Finding(text, " ".join(notes), links=(("mixing-chart", "Mixing by layer"),))
 
 
@@ -290,11 +307,12 @@ def first_position(summary: Summary) -> Finding | None:
     if share < DOMINANT:
         return None
     text = (
-        f"The first position alone holds {share:.0%} of the `residual` profile: the prediction is dominated by a sink."
+        f"The first position alone holds {percent(share)} of the `residual` profile: the prediction is dominated by a "
+        "sink."
     )
     influence = summary.get("influence")
     if influence:
-        text += f" The measured influence gives that position {influence[0]:.1%}."
+        text += f" The measured influence gives that position {percent(influence[0], 1)}."
     sure = (
         "A rollout counts attention weight whatever the value vectors carry; compare the shapes without the first "
         "position."
@@ -302,8 +320,8 @@ def first_position(summary: Summary) -> Finding | None:
     if sinks := summary.get("first_position_attention"):
         top = max(sinks)
         sure = (
-            f"Queries of the second half put up to {top:.0%} of a layer's attention there (layer {sinks.index(top)}). "
-            + sure
+            f"Queries of the second half put up to {percent(top)} of a layer's attention there (layer "
+            f"{sinks.index(top)}). " + sure
         )
     return Finding(
         text,
@@ -321,13 +339,13 @@ def collapse_without_residual(summary: Summary) -> Finding | None:
         return None
     layers = len(summary["mixing"]["token"]) if summary.get("mixing") else 0
     text = (
-        f"Without residual connections (λ = 1) the {layers} measured attention kernels would put {profile[0]:.1%} "
-        f"of the influence on the "
-        f"first position; with the measured λ it is {residual[0]:.1%}."
+        f"Without residual connections (λ = 1) the {count(layers, 'measured attention kernel')} would put "
+        f"{percent(profile[0], 1)} of the influence on the first position; with the measured λ it is "
+        f"{percent(residual[0], 1)}."
     )
     return Finding(
         text,
-        f"This holds for these kernels at {_count(len(profile), 'position')}; it is a statement about products of "
+        f"This holds for these kernels at {count(len(profile), 'position')}; it is a statement about products of "
         f"averaged "
         "attention, not about what the model computes.",
         links=(("profiles-chart", "Profiles"),),
@@ -348,9 +366,10 @@ def massive_activations(summary: Summary) -> Finding | None:
         return None
     worst = max(layers, key=lambda layer: ratios[layer])
     text = (
-        f"In {len(layers)} of {_count(len(ratios), 'layer')} the Frobenius mixing coefficient is at least "
+        f"In {len(layers)} of {count(len(ratios), 'layer')} the Frobenius mixing coefficient is at least "
         f"{MASSIVE:.0f} times smaller than "
-        f"the token-wise one (layer {worst}: {mixing['frobenius'][worst]:.4f} against {mixing['token'][worst]:.3f})."
+        f"the token-wise one (layer {worst}: {number(mixing['frobenius'][worst], 4)} against "
+        f"{number(mixing['token'][worst], 3)})."
     )
     sure = (
         "The Frobenius figure then describes a single position, the token-wise one the typical position; profiles "
@@ -358,8 +377,8 @@ def massive_activations(summary: Summary) -> Finding | None:
     )
     if shares := mixing.get("largest_position_share"):
         sure = (
-            f"One position holds {shares[worst]:.0%} of the squared norm of the residual stream there, on average over "
-            f"{mixing.get('documents', '?')} documents. " + sure
+            f"One position holds {percent(shares[worst])} of the squared norm of the residual stream there, on average "
+            f"over {_documents(summary)}. " + sure
         )
     return Finding(
         text, sure, tone="caution", links=(("mixing-chart", "Mixing by layer"), ("mixing-table", "Both norms"))
@@ -377,37 +396,19 @@ def not_measured(summary: Summary) -> Finding | None:
     )
 
 
+def _documents(summary: Summary) -> str:
+    """How many documents stand behind the figures, in words."""
+    known = (summary.get("influence_facts") or {}).get("documents") or (summary.get("mixing") or {}).get("documents")
+    return count(known, "document") if known else "documents"
+
+
 def _influence_condition(summary: Summary) -> str:
     facts = summary.get("influence_facts") or {}
     documents, length = facts.get("documents"), len(summary.get("influence") or ())
     method = str(facts.get("method", "gradient_norm")).replace("_", " ")
     target = str(facts.get("target", "argmax_probability")).replace("_", " ").replace("argmax", "arg-max")
-    who = f"{_count(documents, 'document')} of {length} tokens" if documents else f"documents of {length} tokens"
+    who = f"{count(documents, 'document')} of {length} tokens" if documents else f"documents of {length} tokens"
     return f"Measured as {method} of the {target} at the last position, mean over {who}."
-
-
-def _times(ratio: float) -> str:
-    return (
-        "unboundedly more than" if math.isinf(ratio) else f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
-    )
-
-
-def _signed(value: float, digits: int = 2) -> str:
-    """A number with a true minus sign."""
-    return f"{value:.{digits}f}".replace("-", "−")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def sentence(text: str) -> str:
-    """A clause as a sentence; a symbol at its beginning stays as it is."""
-    return (text[:1].upper() if text[:1].isascii() else text[:1]) + text[1:] + "."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
 # ---- simulate ----------------------------------------------------------------------------------------------------
@@ -426,9 +427,9 @@ def simulated_shape(summary: Summary) -> Finding | None:
     kind = _kind(first, last)
     if shape["middle"] <= NOTHING:  # a ratio to nothing says nothing
         ends = [("first", shape["primacy"]), ("last", shape["recency"])]
-        told = [f"{share:.0%} of the influence is on the {name} eighth" for name, share in ends if share > NOTHING]
+        told = [f"{percent(share)} of the influence is on the {name} eighth" for name, share in ends if share > NOTHING]
         return Finding(
-            f"At {_count(length, 'position')} the architecture alone leaves nothing for the middle half: "
+            f"At {count(length, 'position')} the architecture alone leaves nothing for the middle half: "
             f"{' and '.join(told) or 'what there is lies between an end and the middle'}.",
             "A computation, exact for this architecture and these λ; a trained model's content is not in it.",
             links=(("profiles-chart", "Profile"), ("shapes-table", "Shapes")),
@@ -440,13 +441,13 @@ def simulated_shape(summary: Summary) -> Finding | None:
         "flat": "a profile that favours neither end, no U shape",
     }[kind]
     text = (
-        f"At {_count(length, 'position')} the architecture alone implies {name}: a position in the "
-        f"first eighth has {_times(first)} the influence of one in the middle half, one in the last eighth "
-        f"{_times(last)}."
+        f"At {count(length, 'position')} the architecture alone implies {name}: a position in the "
+        f"first eighth has {times(first)} the influence of one in the middle half, one in the last eighth "
+        f"{times(last)}."
     )
     sure = (
         f"A computation, exact for this architecture and these λ, whose first position holds "
-        f"{_first_value(summary, length):.1%}; what a trained model's content adds is not in it."
+        f"{percent(_first_value(summary, length), 1)}; what a trained model's content adds is not in it."
     )
     return Finding(text, sure, links=(("profiles-chart", "Profile"), ("shapes-table", "Shapes")))
 
@@ -462,12 +463,13 @@ def with_length(summary: Summary) -> Finding | None:
         return None
     low, high = (summary["shape"][str(n)]["residual"] for n in (lengths[0], lengths[-1]))
     text = (
-        f"From {lengths[0]} to {_count(lengths[-1], 'position')} the first eighth goes from {low['primacy']:.0%} to "
-        f"{high['primacy']:.0%} of the influence, the last eighth from {low['recency']:.0%} to {high['recency']:.0%}, "
-        f"and the mean position from {low['mean_position']:.2f} to {high['mean_position']:.2f}."
+        f"From {lengths[0]} to {count(lengths[-1], 'position')} the first eighth goes from {percent(low['primacy'])} "
+        f"to {percent(high['primacy'])} of the influence, the last eighth from {percent(low['recency'])} to "
+        f"{percent(high['recency'])}, and the mean position from {number(low['mean_position'])} to "
+        f"{number(high['mean_position'])}."
     )
     sure = "With the same λ at every length, which a real model need not keep."
-    return Finding(text, sure, links=(("profiles-chart", "All lengths"), ("shapes-table", "Shapes")))
+    return Finding(text, sure, links=(("profiles-chart", "All lengths"), ("shapes-table", "Shapes")), asked=True)
 
 
 def strongest_force(summary: Summary) -> Finding | None:
@@ -481,17 +483,17 @@ def strongest_force(summary: Summary) -> Finding | None:
     ranked = sorted(shares, key=lambda force: -abs(shares[force]))
     if abs(shares[ranked[0]]) < 1e-9:
         return None
-    told = [f"{names.get(force, force)} {_signed(shares[force])}" for force in ranked if abs(shares[force]) >= 5e-3]
-    told = told or [f"by {_signed(shares[ranked[0]], 4)}, less than 0.005"]
+    told = [f"{names.get(force, force)} {number(shares[force])}" for force in ranked if abs(shares[force]) >= 5e-3]
+    told = told or [f"{names.get(str(ranked[0]), str(ranked[0]))} {number(shares[ranked[0]], 4)}, the others less"]
     side = "beginning" if shares[ranked[0]] < 0 else "end"
     leader = sentence(names.get(str(ranked[0]), str(ranked[0])))[:-1]
     verb = "move" if leader == "Positions" else "moves"
-    text = f"{leader} {verb} the mean position most, towards the {side}: {_listed(told)}."
+    text = f"{leader} {verb} the mean position most, towards the {side}: {listed(told)}."
     return Finding(
         text,
-        f"Shapley shares at {length} positions, in units of the context length, against the profile with all four "
-        f"forces off (mean {part['baseline'][at]:.2f}; with all forces {part['total'][at]:.2f}). A window is none of "
-        "the four and is always on.",
+        f"Shapley shares at {count(int(length), 'position')}, in units of the context length, against the profile "
+        f"with all four forces off (mean {number(part['baseline'][at])}; with all forces {number(part['total'][at])}). "
+        "A window is none of the four and is always on.",
         links=(("forces-chart", "Shares"), ("path-chart", "One force after the other")),
     )
 
@@ -501,13 +503,15 @@ def more_depth(summary: Summary) -> Finding | None:
     depth = summary.get("depth")
     if not depth:
         return None
-    end = depth["collapse"]
-    text = sentence(depth["implication"])
-    sure = f"If {depth['condition']}. "
+    end, condition = depth["collapse"], depth["condition"]
+    # one sentence: it is read on its own, on a terminal, and holds on that condition only
+    text = sentence(depth["implication"] + ("" if condition == "none" else f", provided that {condition}"))
+    sure = f"Fitted to the mixing coefficients of {count(len(summary['mixing']), 'layer')}, computed at "
+    sure += f"{count(depth['length'], 'position')}. "
     if end["depth"]:
-        sure += f"{1 - end['eta']:.0%} of the influence is on the first position from depth {end['depth']} on."
+        sure += f"{percent(1 - end['eta'])} of the influence is on the first position from depth {end['depth']} on."
     elif end["predicted_depth"]:
-        sure += f"{1 - end['eta']:.0%} would be reached near depth {end['predicted_depth']:.3g} ({end['reason']})."
+        sure += f"{percent(1 - end['eta'])} would be reached near depth {end['predicted_depth']:.3g} ({end['reason']})."
     else:
         sure += sentence(end["reason"])
     return Finding(text, sure, links=(("depth-chart", "Depth"), ("schedule-chart", "Schedule")))
@@ -521,7 +525,8 @@ def not_monotone(summary: Summary) -> Finding | None:
     return Finding(
         f"The kernel is not stochastically monotone: a later position can look further back, by up to "
         f"{found['worst']:.3g} of its weight.",
-        f"Checked at {found['length']} positions. Results that assume monotonicity do not apply as they stand.",
+        f"Checked at {count(found['length'], 'position')}. Results that assume monotonicity do not apply as they "
+        "stand.",
         tone="caution",
         links=(("profiles-chart", "Profile"),),
     )
@@ -539,11 +544,8 @@ def heads_findings(summary: Summary) -> tuple[Finding, ...]:
 
 def _condition(summary: Summary) -> str:
     swap = "two hidden keys exchanged" if summary["level"] == "keys" else "two tokens of the prompt exchanged"
-    return (
-        f"{swap}, "
-        f"{_count(summary['queries'], 'query') if summary['queries'] == 1 else str(summary['queries']) + ' queries'} "
-        f"in {_count(summary['documents'], 'document')}, τ = {summary['tau']:g}"
-    )
+    over = f"{count(summary['queries'], 'query')} in {count(summary['documents'], 'document')}"
+    return f"{swap}, {over}, τ = {summary['tau']:g}"
 
 
 def _all_heads(summary: Summary) -> list[tuple[int, int]]:
@@ -553,8 +555,8 @@ def _all_heads(summary: Summary) -> list[tuple[int, int]]:
 def label_counts(summary: Summary) -> Finding | None:
     """How many heads are positional, symbolic, uniform, mixed, and how many of the labels are settled."""
     counts, heads = summary["counts"], _all_heads(summary)
-    told = _listed([f"{counts.get(label, 0)} {label}" for label in ("positional", "symbolic", "uniform", "mixed")])
-    text = f"Of {_count(len(heads), 'head')}, {told}."
+    told = listed([f"{counts.get(label, 0)} {label}" for label in ("positional", "symbolic", "uniform", "mixed")])
+    text = f"Of {count(len(heads), 'head')}, {told}."
     certain = [summary["certain"][t][h] for t, h in heads]
     sure = f"A head is pure within γ = {summary['thresholds']['purity']:g} of a corner; {_condition(summary)}. "
     if any(value is not None for value in certain):
@@ -584,11 +586,11 @@ def no_positional_head(summary: Summary) -> Finding | None:
 
         t, h = min(_all_heads(summary), key=distance)
         told.append(
-            f"the nearest to {label} is L{t}H{h} (s_pos {summary['positional'][t][h]:.2f}, "
-            f"s_sym {summary['symbolic'][t][h]:.2f})"
+            f"the nearest to {label} is L{t}H{h} (s_pos {number(summary['positional'][t][h])}, "
+            f"s_sym {number(summary['symbolic'][t][h])})"
         )
     return Finding(
-        f"No head is {' or '.join(missing)}: {_listed(told)}.",
+        f"No head is {' or '.join(missing)}: {listed(told)}.",
         f"At γ = {summary['thresholds']['purity']:g}; {_condition(summary)}. A larger γ or other prompts may tell "
         "otherwise.",
         links=(("plane-chart", "The plane"),),
@@ -602,7 +604,7 @@ def purest_heads(summary: Summary) -> Finding | None:
         heads = [(t, h) for t, h in _all_heads(summary) if summary["labels"][t][h] == label]
         heads = sorted(heads, key=lambda place: summary["gamma"][place[0]][place[1]])[:3]
         if heads:
-            told.append(f"purest {label}: {_listed([f'L{t}H{h}' for t, h in heads])}")
+            told.append(f"purest {label}: {listed([f'L{t}H{h}' for t, h in heads])}")
             links += [(f"head:layer {t}|head {h}", f"L{t}H{h}") for t, h in heads]
     if not told:
         return None
@@ -634,16 +636,16 @@ def named_roles(summary: Summary) -> Finding | None:
         measured = part["measured"]
         t, h = max(heads, key=lambda place, of=measured: of[place[0]][place[1]])
         told.append(
-            f"{_count(len(heads), role.replace('_', '-') + ' head')} (strongest L{t}H{h}: "
-            f"{measured[t][h]:.0%} of its attention goes {_ROLES[role]}, chance {part['chance'][t][h]:.0%})"
+            f"{count(len(heads), role.replace('_', '-') + ' head')} (strongest L{t}H{h}: "
+            f"{percent(measured[t][h])} of its attention goes {_ROLES[role]}, chance {percent(part['chance'][t][h])})"
         )
         links.append((f"head:layer {t}|head {h}", f"L{t}H{h}"))
     if not told:
         return None
     return Finding(
-        f"There are {_listed(told)}.",
-        "Roles are measured shares of attention above a threshold and several times chance; they say where a head "
-        "looks, not what it is for.",
+        f"Roles by where attention goes: {listed(told)}.",
+        f"Over {count(summary['documents'], 'document')}. Roles are measured shares of attention above a threshold and "
+        "several times chance; they say where a head looks, not what it is for.",
         links=(("heads-table", "All heads"), *links),
     )
 
@@ -654,12 +656,16 @@ def too_even_to_tell(summary: Summary) -> Finding | None:
     if uniform <= len(heads) / 2:
         return None
     return Finding(
-        f"{uniform} of {_count(len(heads), 'head')} are uniform: exchanging two keys hardly changes their attention.",
+        f"{uniform} of {count(len(heads), 'head')} {plural(uniform, 'is')} uniform: exchanging two keys hardly "
+        "changes the attention.",
         "Such a head may look at a sink, or at everything alike, on these prompts; both scores are then near 1 and "
         "say little.",
         tone="caution",
         links=(("map-chart", "The map"),),
     )
+
+
+_REPLACED = {"zero": "zero", "mean": "its mean", "position_mean": "its mean at each position"}
 
 
 def removal_matters(summary: Summary) -> Finding | None:
@@ -668,36 +674,38 @@ def removal_matters(summary: Summary) -> Finding | None:
     if not study:
         return None
     last = len(study["lengths"]) - 1
+    tokens = count(study["lengths"][last], "token")
     more, less, unclear = [], [], []
     for c, key in enumerate(study["classes"]):
         name, excess, (low, high) = key.replace("_", " "), study["excess"][c][last], study["excess_interval"][c][last]
         if low is not None and (low > 0 or high < 0):
-            (more if low > 0 else less).append(f"{name} ({excess:+.3f} nats, {low:.3f} to {high:.3f})")
+            (more if low > 0 else less).append(f"{name} ({number(excess, 3, sign=True)} nats, {span((low, high), 3)})")
         else:
             unclear.append(name)
     text = (
-        f"Removing these classes raises the loss at {study['lengths'][last]} tokens more than random heads do: "
-        f"{_listed(more)}."
+        f"Removing {plural(len(more), 'this class')} of heads raises the loss at {tokens} more than random heads do: "
+        f"{listed(more)}."
         if more
-        else f"At {study['lengths'][last]} tokens no class of heads raises the loss by more than random heads do."
+        else f"At {tokens} removing no class of heads raises the loss by more than random heads do."
     )
     if less:
-        text += f" Less than random heads: {_listed(less)}."
+        text += f" Less than random heads: {listed(less)}."
     if (more or less) and unclear:
-        text += f" Not told apart from random heads: {_listed(unclear)}."
+        text += f" Not told apart from random heads: {listed(unclear)}."
     # a class that is most of its layers leaves little to draw random sets from
     crowded = [
-        f"{name.replace('_', ' ')} ({study['overlap'][name]:.0f} of {study['heads'][name]} heads)"
+        f"{name.replace('_', ' ')} ({study['overlap'][name]:.0f} of {count(study['heads'][name], 'head')})"
         for name in study["classes"]
         if study["overlap"][name] > 0.5 * study["heads"][name]
     ]
-    caution = f" The random sets mostly repeat the class itself for {_listed(crowded)}." if crowded else ""
+    caution = f" The random sets mostly repeat the class itself for {listed(crowded)}." if crowded else ""
     return Finding(
         text,
-        f"Heads are replaced by {study['mode']}; {_count(study['documents'], 'document')}, {study['controls']} "
-        f"random sets of the same "
-        f"size in the same layers, 95 % bootstrap intervals.{caution}",
+        f"What a head adds is replaced by {_REPLACED.get(study['mode'], study['mode'])}; "
+        f"{count(study['documents'], 'document')}, {count(study['controls'], 'random set')} of the same size in the "
+        f"same layers, 95 % bootstrap intervals.{caution}",
         links=(("ablation-chart", "Loss by class"), ("ablation-table", "Figures")),
+        asked=True,
     )
 
 
@@ -725,15 +733,15 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
         apart = [row for row in rows if row["low"] is not None and (row["low"] > 0 or row["high"] < 0)]
         unclear = [row for row in rows if row["low"] is not None and row["low"] <= 0 <= row["high"]]
         told = [
-            f"{FIGURE_NAMES[row['figure']]} {_signed(row['first'])} → {_signed(row['this'])} "
-            f"({_signed(row['low'])} to {_signed(row['high'])})"
+            f"{FIGURE_NAMES[row['figure']]} {number(row['first'])} → {number(row['this'])} "
+            f"({span((row['low'], row['high']))})"
             for row in apart
         ]
         text = f"`{name}` against `{summary['names'][0]}`: " + (
-            f"{_listed(told)}." if told else "no figure of shape or mixing is told apart."
+            f"{listed(told)}." if told else "no figure of shape or mixing is told apart."
         )
         if unclear:
-            text += f" Not told apart: {_listed([FIGURE_NAMES[row['figure']] for row in unclear])}."
+            text += f" Not told apart: {listed([FIGURE_NAMES[row['figure']] for row in unclear])}."
         paired = any(row["paired"] for row in rows)
         sure = "In brackets the 95 % interval of the difference over documents, " + (
             "paired, since both runs read the same ones." if paired else "the runs taken as independent."
@@ -746,7 +754,7 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
         more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
         found.append(
             Finding(
-                f"The runs differ in {_listed(shown[:6]) if not more else ', '.join(shown[:6]) + more}.",
+                f"The runs differ in {listed(shown[:6]) if not more else ', '.join(shown[:6]) + more}.",
                 "Whatever differs beside what was meant to differ can be behind a difference.",
                 tone="caution" if len(shown) > 1 else "plain",
                 links=(("settings-table", "Settings"),),
@@ -758,10 +766,10 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
 def _heads_apart(summary: Summary, index: int, name: str, rows: Sequence[Mapping[str, Any]]) -> Finding:
     told = [f"{row['figure']} {row['first']} → {row['this']}" for row in rows]
     changed = [row for row in summary.get("changed") or () if row["run"] == index]
-    text = f"`{name}` against `{summary['names'][0]}`, heads by label: {_listed(told)}."
+    text = f"`{name}` against `{summary['names'][0]}`, heads by label: {listed(told)}."
     if changed:
         settled = sum(row["settled"] for row in changed)
-        text += f" {_count(len(changed), 'head')} changed label, {settled} of them beyond the intervals of both runs."
+        text += f" {count(len(changed), 'head')} changed label, {settled} of them beyond the intervals of both runs."
     return Finding(
         text,
         "Counts follow the threshold γ; a head near it changes label by chance.",

@@ -9,6 +9,7 @@ import numpy as np
 
 from posattn.reports import charts
 from posattn.reports.kit import Block, Chart, Column, Control, Section, Table
+from posattn.words import count
 
 _FORCES = {
     "causal": "causal mask",
@@ -36,7 +37,7 @@ def forces_section(
             for i, force in enumerate(part["forces"])
         ]
         layout = charts.axes("", "share of the change", barmode="group", hovermode="closest")
-        views[f"{n} positions"] = {"traces": traces, "layout": layout}
+        views[count(int(n), "position")] = {"traces": traces, "layout": layout}
         for i, force in enumerate(part["forces"]):
             rows.append([int(n), _FORCES.get(str(force), str(force)), *part["shares"][i]])
             if distance:
@@ -61,7 +62,7 @@ def forces_section(
                         hover="%{y:.3g}",
                     )
                 )
-            paths[f"{n} positions"] = {
+            paths[count(int(n), "position")] = {
                 "traces": curves,
                 "layout": charts.axes("position in the context (0 first, 1 last)", "density (1 = even share)"),
             }

@@ -10,6 +10,7 @@ import numpy as np
 from posattn.reports import charts, common
 from posattn.reports.findings import heads_findings
 from posattn.reports.kit import Chart, Column, Control, Figure, Group, Link, Page, Section, Table
+from posattn.words import count, percent, span
 
 LABELS = ("positional", "symbolic", "uniform", "mixed")
 #: colours of the labels, in their order, and a sign for those who cannot tell the colours apart
@@ -271,8 +272,8 @@ def _frequencies(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Secti
 
 
 def _nanmean(values: np.ndarray, axis: int) -> np.ndarray:
-    count = np.isfinite(values).sum(axis)
-    return np.where(count > 0, np.nansum(values, axis) / np.maximum(count, 1), np.nan)
+    finite = np.isfinite(values).sum(axis)
+    return np.where(finite > 0, np.nansum(values, axis) / np.maximum(finite, 1), np.nan)
 
 
 def _ablation(summary: Mapping[str, Any]) -> Section | None:
@@ -301,13 +302,13 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
                     }
                 }
             traces.append(charts.bars(label, names, value, colour=colour, hover="%{y:.3f} nats", **error))
-        views[f"{length} tokens"] = {
+        views[count(int(length), "token")] = {
             "traces": traces,
             "layout": charts.axes("", "increase of the loss (nats a token)", barmode="group"),
         }
         for c, name in enumerate(study["classes"]):
             low, high = study["excess_interval"][c][n]
-            interval = None if low is None else f"{low:.3f} to {high:.3f}"
+            interval = None if low is None else span((low, high), 3)
             rows.append(
                 [
                     name,
@@ -325,8 +326,8 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
         "Bars of the increase of the loss for each class, beside random sets of heads of the same size in the same "
         "layers.",
         views,
-        note=f"Mode: {study['mode']}. Lines are 95 % intervals over {study['documents']} documents; "
-        f"{study['controls']} random sets a class.",
+        note=f"Mode: {study['mode']}. Lines are 95 % intervals over {count(study['documents'], 'document')}; "
+        f"{count(study['controls'], 'random set')} a class.",
         controls=(Control("length", tuple(views)),) if len(views) > 1 else (),
     )
     columns = (
@@ -345,7 +346,7 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
 
 def _interval(summary: Mapping[str, Any], name: str, t: int, h: int) -> str | None:
     low, high = summary[f"{name}_interval"][t][h]
-    return None if low is None or high is None else f"{low:.2f} to {high:.2f}"
+    return None if low is None or high is None else span((low, high))
 
 
 def _table(summary: Mapping[str, Any]) -> Section:
@@ -597,12 +598,15 @@ def _facts(summary: Mapping[str, Any], t: int, h: int) -> list[tuple[str, str]]:
         if value is not None:
             chance = part["chance"][t][h]
             facts.append(
-                (name.replace("_", " "), f"{value:.1%}" + ("" if chance is None else f" (chance {chance:.1%})"))
+                (
+                    name.replace("_", " "),
+                    percent(value, 1) + ("" if chance is None else f" (chance {percent(chance, 1)})"),
+                )
             )
     for name, grid in (summary.get("exact") or {}).items():
         facts.append((name.replace("_", " "), shown(grid[t][h], 3)))
     if (share := summary.get("distance_share")) is not None:
-        facts.append(("explained by distance", f"{share[t][h]:.0%}" if share[t][h] is not None else "–"))
+        facts.append(("explained by distance", percent(share[t][h]) if share[t][h] is not None else "–"))
     if rotary := summary.get("rotary"):
         facts.append(("offset", f"{shown(rotary['offset'][t][h], 0)} (sharpness {shown(rotary['sharpness'][t][h])})"))
     return facts

@@ -25,12 +25,16 @@ View = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One sentence of the summary, how sure it is, and the figures behind it as (anchor, label)."""
+    """One sentence of the summary, how sure it is, and the figures behind it as (anchor, label).
+
+    `asked`: it answers what the caller asked for with an option, so a command's last lines never leave it out.
+    """
 
     text: str
     sure: str = ""
     tone: Literal["plain", "caution"] = "plain"
     links: tuple[tuple[str, str], ...] = ()
+    asked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

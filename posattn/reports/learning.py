@@ -10,19 +10,12 @@ import numpy as np
 
 from posattn.reports import charts, common
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Finding, Notes, Page, Section, Table
+from posattn.words import count, number, percent, plural, span, tile
 
 Summary = Mapping[str, Any]
 CONVERGED = 0.99
 LABELS = ("positional", "symbolic", "uniform", "mixed")
 _COLOURS = {"positional": "@c0", "symbolic": "@c1", "uniform": "@c2", "mixed": "@c7"}
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
 
 
 # --------------------------------------------------------------------------------------------------------------- train
@@ -37,22 +30,24 @@ def train_findings(summary: Summary) -> tuple[Finding, ...]:
 def _converged(summary: Summary) -> Finding:
     runs, task = summary["runs"], summary["task"]
     done = [name for name, run in runs.items() if run["converged"]]
-    told = ", ".join(f"{_percent(run['accuracy'])} after {run['steps']} steps" for run in runs.values())
-    which = "It" if len(runs) == 1 else f"{len(runs) - len(done)} of {len(runs)} runs"
+    told = ", ".join(f"{percent(run['accuracy'], 1)} after {count(run['steps'], 'step')}" for run in runs.values())
+    missing = len(runs) - len(done)
+    which = "It" if len(runs) == 1 else f"{missing} of {count(len(runs), 'run')}"
     if len(done) == len(runs):
         text = f"The {task} task is learned: accuracy {told}."
         tone = "plain"
     else:
-        verb = "has" if which == "It" or len(runs) - len(done) == 1 else "have"
-        text = f"{which} {verb} not converged: accuracy on the {task} task is {told}."
+        text = f"{which} {plural(missing, 'has')} not converged: accuracy on the {task} task is {told}."
         tone = "caution"
-    sure = f"Converged means an accuracy of at least {CONVERGED:g} on samples that were not trained on."
+    held_out = (summary["provenance"].get("training") or {}).get("eval_samples")
+    on = count(held_out, "sample") if held_out else "samples"
+    sure = f"Converged means an accuracy of at least {CONVERGED:g} on {on} that {plural(held_out or 2, 'was')} not "
+    sure += "trained on."
     if len(done) < len(runs):
         planned = summary["planned_steps"]
         if any(run["steps"] < planned for run in runs.values()):
-            sure += (
-                f" The learning rate's schedule is made for {planned} steps; what heads do before that is not final."
-            )
+            sure += f" The learning rate's schedule is made for {count(planned, 'step')}; what heads do before that is "
+            sure += "not final."
     return Finding(text, sure, tone=tone, links=(("accuracy-chart", "Accuracy"),))  # type: ignore[arg-type]
 
 
@@ -60,12 +55,12 @@ def _pure_heads(summary: Summary) -> Finding:
     parts = []
     for name, counts in summary["counts"].items():
         total = sum(counts.values())
-        text = f"{counts['positional']} positional and {counts['symbolic']} symbolic of {_plural(total, 'head')}"
+        text = f"{counts['positional']} positional and {counts['symbolic']} symbolic of {count(total, 'head')}"
         parts.append(text if len(summary["counts"]) == 1 else f"{name}: {text}")
     uniform = max(counts["uniform"] for counts in summary["counts"].values())
     sure = f"At the last step measured; pure means within γ = {summary['purity']:g} of a corner of the plane."
     if uniform:
-        sure += f" Up to {_plural(uniform, 'head')} attend too evenly to be told apart."
+        sure += f" Up to {count(uniform, 'head')} {plural(uniform, 'attends')} too evenly to be told apart."
     return Finding("; ".join(parts) + ".", sure, links=(("scores-chart", "Scores by step"), ("heads-table", "Heads")))
 
 
@@ -100,12 +95,12 @@ def _relation(summary: Summary) -> Finding | None:
     low, high = relation["interval"]
     mean = sum(values) / len(values)
     if low is not None and high is not None:
-        sure = f"95 % bootstrap interval over {len(values)} seeds: {low:.2f} to {high:.2f}."
+        sure = f"Mean over {count(len(values), 'seed')}, 95 % bootstrap interval over them: {span((low, high))}."
     else:
         sure = "One seed: no interval. Add more with --seed."
     return Finding(
-        f"Accuracy and the number of pure heads rise together over the steps with a rank correlation of {mean:.2f}.",
-        sure + " Both grow with time, so this is no proof that one brings the other about.",
+        f"From step to step, accuracy and the number of pure heads have a rank correlation of {number(mean)}.",
+        sure + " Both change with time, so this is no proof that one brings the other about.",
         links=(("relation-chart", "Accuracy and purity"),),
     )
 
@@ -120,12 +115,12 @@ def train_page(summary: Summary, arrays: Mapping[str, Any]) -> Page:
         common.warnings_section(summary),
         common.provenance_section(summary),
     ]
-    runs = _plural(len(summary["runs"]), "seed")
+    runs = count(len(summary["runs"]), "seed")
     most = max(run["steps"] for run in summary["runs"].values())
     return Page(
         command="train",
         title=f"How the {summary['task']} task is learned",
-        subtitle=f"{common.model_name(provenance)} · {runs} · {most} steps",
+        subtitle=f"{common.model_name(provenance)} · {runs} · {count(most, 'step')}",
         findings=train_findings(summary),
         figures=_train_figures(summary),
         sections=tuple(section for section in sections if section is not None),
@@ -138,7 +133,7 @@ def _train_figures(summary: Summary) -> tuple[Figure, ...]:
     run, counts = summary["runs"][name], summary["counts"][name]
     note = "not converged" if not run["converged"] else "converged"
     return (
-        Figure("accuracy", _percent(run["accuracy"]), f"{name}, {note}", "accuracy-chart"),
+        Figure("accuracy", tile(run["accuracy"], 1), f"{name}, {note}", "accuracy-chart"),
         Figure("positional heads", str(counts["positional"]), f"of {sum(counts.values())}, {name}", "scores-chart"),
         Figure("symbolic heads", str(counts["symbolic"]), f"of {sum(counts.values())}, {name}", "scores-chart"),
     )
@@ -150,8 +145,8 @@ def _train_curves(summary: Summary) -> Section:
         traces = [charts.line("all", summary["accuracy"][name], steps, colour="@measured", width=3, hover="%{y:.1%}")]
         for i, hops in enumerate(summary["hops"]):
             curve = [row[i] for row in summary["accuracy_hops"][name]]
-            label = _plural(hops, "hop")
-            traces.append(charts.line(label, curve, steps, colour=f"@c{i}", width=1.6, hover="%{y:.1%}"))
+            label = count(hops, "hop")
+            traces.append(charts.line(label, curve, steps, width=1.6, hover="%{y:.1%}", **charts.style(i)))
         layout = charts.axes("step", "accuracy", yaxis={"tickformat": ".0%", "range": [0, 1.02]})
         views[name] = {"traces": traces, "layout": layout}
     relation = []
@@ -159,14 +154,14 @@ def _train_curves(summary: Summary) -> Section:
     for i, (name, pure) in enumerate(rows.items()):
         if pure is not None:
             relation.append(
-                charts.line(name, pure, summary["accuracy"][name], colour=f"@c{i}", markers=True, hover="%{y}")
+                charts.line(name, pure, summary["accuracy"][name], markers=True, hover="%{y}", **charts.style(i))
             )
     last = next(iter(summary["runs"]))
     blocks: list[Block] = [
         Chart(
             "accuracy-chart",
             "Accuracy by number of hops",
-            f"{last}: accuracy {_percent(summary['accuracy'][last][-1])} at the last step measured.",
+            f"{last}: accuracy {percent(summary['accuracy'][last][-1], 1)} at the last step measured.",
             views,
             controls=(Control("run", tuple(views), "buttons"),) if len(views) > 1 else (),
         )
@@ -268,33 +263,50 @@ def lengths_findings(summary: Summary) -> tuple[Finding, ...]:
 
 
 def _value(summary: Summary, value: float) -> str:
-    return f"{value:.1%}" if summary["metric"] == "accuracy" else f"{value:.3f} nats a token"
+    return percent(value, 1) if summary["metric"] == "accuracy" else f"{number(value, 3)} nats a token"
 
 
 def _length_effect(summary: Summary) -> Finding:
     lengths, values = summary["lengths"], summary["value"]
     name = "Accuracy" if summary["metric"] == "accuracy" else "Loss"
-    text = f"{name} goes from {_value(summary, values[0])} at {lengths[0]} tokens to {_value(summary, values[-1])} at "
-    text += f"{lengths[-1]}."
+    over = _over(summary)
     ends = [summary["interval"][0], summary["interval"][-1]]
-    sure = "One sample: no interval."
-    if all(v is not None for end in ends for v in end):
-        (a, b), (c, d) = ends
-        sure = f"95 % intervals over samples: {a:.3f} to {b:.3f}, and {c:.3f} to {d:.3f}."
+    known = all(v is not None for end in ends for v in end)
+    if len(lengths) == 1:
+        text = f"{name} is {_value(summary, values[0])} at {count(lengths[0], 'token')}, the only length measured."
+        sure = f"95 % interval over {over}: {span(ends[0], 3)}." if known else "No interval."
+        return Finding(text, sure, links=(("lengths-chart", "By length"),))
+    text = f"{name} goes from {_value(summary, values[0])} at {count(lengths[0], 'token')} to "
+    text += f"{_value(summary, values[-1])} at {count(lengths[-1], 'token')}."
+    sure = "No interval."
+    if known:
+        sure = f"95 % intervals over {over}: {span(ends[0], 3)}, and {span(ends[1], 3)}."
     what = "samples" if summary["metric"] == "accuracy" else "target tokens"
     return Finding(text, f"{sure} The {what} are the same at every length.", links=(("lengths-chart", "By length"),))
 
 
+def _over(summary: Summary) -> str:
+    """What an interval is over, with its number where the summary keeps it."""
+    noun = "sample" if summary["metric"] == "accuracy" else "document"
+    samples = summary.get("samples") or (summary["provenance"].get("tokens") or {}).get("documents")
+    return count(samples, noun) if isinstance(samples, int) else f"{noun}s"
+
+
 def _breaks(summary: Summary) -> Finding | None:
     predicted, observed = summary["predicted_break"]["first"], summary["observed_break"]
-    seen = f"at {observed:.0f} tokens" if observed is not None else f"not up to {summary['lengths'][-1]} tokens"
-    if predicted is None:
-        text = f"It breaks {seen}; no head is sharp enough at {summary['lengths'][0]} tokens to predict that."
+    lengths = summary["lengths"]
+    if len(lengths) == 1:
+        return None
+    name = "Accuracy" if summary["metric"] == "accuracy" else "Loss"
+    if observed is None:
+        text = f"{name} does not break between {lengths[0]} and {count(lengths[-1], 'token')}; "
     else:
-        text = (
-            f"It breaks {seen}; the first of its sharp heads predicts {predicted:.0f}, the median of its sharp heads "
-        )
-        text += f"{summary['predicted_break']['median']:.0f}."
+        text = f"{name} breaks at about {count(round(observed), 'token')}; "
+    if predicted is None:
+        text += f"no head is sharp enough at {count(lengths[0], 'token')} to predict a length at which it would."
+    else:
+        text += f"by their sharpness the first of its sharp heads would at about {count(round(predicted), 'token')}, "
+        text += f"the median one at about {count(round(summary['predicted_break']['median']), 'token')}."
     how = (
         "half of its lead over chance is lost"
         if summary["metric"] == "accuracy"
@@ -315,12 +327,19 @@ def _classes(summary: Summary) -> Finding | None:
     worse = -1 if summary["metric"] == "accuracy" else 1
     costs = {name: worse * (values[-1] - summary["value"][-1]) for name, values in ablated.items()}
     name = max(costs, key=costs.__getitem__)
-    count = len(summary["heads"][name])
+    sizes = {label: count(len(summary["heads"][label]), f"{label} head") for label in ablated}
+    at = f"At {count(summary['lengths'][-1], 'token')}"
+    if costs[name] <= 0:
+        text = f"{at} removing none of the classes of heads ({', '.join(sizes.values())}) makes it worse."
+    else:
+        text = f"{at} removing the {sizes[name]} costs most: {_value(summary, summary['value'][-1])} becomes "
+        text += f"{_value(summary, ablated[name][-1])}."
     return Finding(
-        f"At {summary['lengths'][-1]} tokens removing the {_plural(count, f'{name} head')} costs most: "
-        f"{_value(summary, summary['value'][-1])} becomes {_value(summary, ablated[name][-1])}.",
-        "Classes differ in size; `posattn heads --ablate` sets random heads of the same layers beside them.",
+        text,
+        f"Over the same {_over(summary)}, without an interval of the difference. Classes differ in size; "
+        "`posattn heads --ablate` sets random heads of the same layers beside them.",
         links=(("lengths-chart", "By length"),),
+        asked=True,
     )
 
 
@@ -330,20 +349,26 @@ def _retrieval(summary: Summary) -> Finding | None:
         return None
     values, lines = retrieval["log_probability"]["mean"], len(retrieval["place"])
     best, worst = int(np.argmax(values)), int(np.argmin(values))
-    text = (
-        f"Of {lines} lines the value of line {best + 1} is retrieved best (log-probability {values[best]:.2f}), that "
-    )
-    text += f"of line {worst + 1} worst ({values[worst]:.2f})."
+    text = f"Of {count(lines, 'line')} the value of line {best + 1} is retrieved best (log-probability "
+    text += f"{number(values[best])}), that of line {worst + 1} worst ({number(values[worst])})."
+    if lines == 1:
+        text = f"The value of the only line has a log-probability of {number(values[best])}."
     choice = sum(retrieval["choice"]["mean"]) / lines
-    sure = f"{retrieval['prompts']} prompts; the right value is preferred to the other lines' in {choice:.0%} of cases "
-    sure += f"(chance {1 / lines:.0%})."
+    sure = f"{count(retrieval['prompts'], 'prompt')}; the right value is preferred to the other lines' in "
+    sure += f"{percent(choice)} of cases (chance {percent(1 / lines)})."
     agreement = retrieval["agreement"].get("log_probability") if retrieval["agreement"] else None
     if agreement is not None:
-        sure += f" Rank correlation with the predicted influence profile: {agreement:.2f}, over {lines} lines."
+        sure += (
+            f" Rank correlation with the predicted influence profile: {number(agreement)}, over {count(lines, 'line')}."
+        )
     if choice < 1.5 / lines:
         sure += " The model hardly retrieves at all, so the order of the lines says little."
     return Finding(
-        text, sure, tone="caution" if choice < 1.5 / lines else "plain", links=(("retrieval-chart", "Retrieval"),)
+        text,
+        sure,
+        tone="caution" if choice < 1.5 / lines else "plain",
+        links=(("retrieval-chart", "Retrieval"),),
+        asked=True,
     )
 
 
@@ -366,7 +391,9 @@ def lengths_page(summary: Summary, arrays: Mapping[str, Any]) -> Page:
     return Page(
         command="lengths",
         title=f"{common.model_name(provenance)} on longer inputs",
-        subtitle=f"{key} from {first} to {last} tokens",
+        subtitle=f"{key} from {first} to {count(last, 'token')}"
+        if first != last
+        else f"{key} at {count(last, 'token')}",
         findings=lengths_findings(summary),
         figures=figures,
         sections=tuple(section for section in sections if section is not None),
@@ -383,7 +410,7 @@ def _length_section(summary: Summary) -> Section:
     traces.append(charts.line("whole model", summary["value"], lengths, colour="@measured", width=3, markers=True))
     for i, hops in enumerate(summary["hops"]):
         curve = [row[i] for row in summary["value_hops"]]
-        traces.append(charts.line(_plural(hops, "hop"), curve, lengths, colour=f"@c{i + 3}", width=1, dash="dot"))
+        traces.append(charts.line(count(hops, "hop"), curve, lengths, width=1.2, **charts.style(i + 3)))
     for name, values in summary["ablated"].items():
         colour = _COLOURS.get(name, "@c4")
         traces.append(charts.line(f"without {name}", values, lengths, colour=colour, dash="dash", markers=True))

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from posattn.reports import charts, common
+from posattn.reports import charts, common, curves
 from posattn.reports.findings import in_words, profile_findings
 from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
+from posattn.words import count, listed, number, percent, span, tile
 
 SHAPES = (
     ("primacy", "first eighth", "Share of the first eighth of the positions."),
@@ -53,7 +54,10 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
     token = summary["mixing"]["token"]
     figures = [
         Figure(
-            "mean mixing λ", f"{np.mean(token):.2f}", f"{min(token):.2f} to {max(token):.2f} by layer", "mixing-chart"
+            "mean mixing λ",
+            number(np.mean(token)),
+            f"{number(min(token))} to {number(max(token))} by layer",
+            "mixing-chart",
         )
     ]
     shape = (summary.get("shape") or {}).get("influence")
@@ -62,7 +66,7 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
         figures.append(
             Figure(
                 "U index, measured",
-                "–" if trimmed["u_index"] is None else f"{trimmed['u_index']:+.2f}".replace("-", "−"),
+                "–" if trimmed["u_index"] is None else number(trimmed["u_index"], sign=True),
                 "above 0: both ends denser",
                 "shapes-table",
             )
@@ -70,23 +74,22 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
         figures.append(
             Figure(
                 "first eighth",
-                f"{trimmed['primacy']:.0%}",
+                tile(trimmed["primacy"]),
                 "of measured influence; even share 12.5 %",
                 "profiles-chart",
             )
         )
         figures.append(
             Figure(
-                "last eighth", f"{trimmed['recency']:.0%}", "of measured influence; even share 12.5 %", "profiles-chart"
+                "last eighth", tile(trimmed["recency"]), "of measured influence; even share 12.5 %", "profiles-chart"
             )
         )
-    comparison = {k: v for k, v in (summary.get("comparison") or {}).items() if k != "uniform"}
-    if comparison:
-        best = min(comparison, key=lambda name: comparison[name]["wasserstein"])
+    if best := curves.nearest(summary):
+        comparison = summary["comparison"]
         figures.append(
             Figure(
                 "nearest prediction",
-                f"{comparison[best]['wasserstein']:.3f}",
+                number(comparison[best]["wasserstein"], 3),
                 f"{best}, W1 of the length",
                 "distances-table",
             )
@@ -100,10 +103,10 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
     if comparison := summary.get("comparison"):
         blocks.append(_distances(comparison, summary))
     if correlations := summary.get("per_document"):
-        blocks.append(_per_document(correlations))
+        blocks.append(_per_document(_different(correlations, summary)))
     if calibrated := summary.get("calibrated"):
         blocks.append(_calibrated(calibrated))
-    blocks.append(_shapes(summary["shape"]))
+    blocks.append(_shapes(_different(summary["shape"], summary)))
     return Section(
         "profiles",
         "Profiles: predicted and measured",
@@ -115,33 +118,47 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
     )
 
 
+#: dashes of the curves that are shown at once: their colours are fixed, these tell them apart without colours
+_DASHES = {"residual": "dash", "energy": "dashdot"}
+
+
 def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summary: Mapping[str, Any]) -> Chart:
+    repeated, best = curves.other_names(summary), curves.nearest(summary)
+    shown = curves.prominent(summary)
+    # those that are shown at once come first in the legend, the rest waits there to be asked for
+    names = [*shown, *(name for name in profiles if name not in repeated and name not in shown)]
+    styles = _styles(names, shown)
+
+    def label(name: str) -> str:
+        return f"{name} (nearest)" if name == best and len(names) > 1 else name
+
     def view(skip: int) -> dict[str, Any]:
         traces: list[dict[str, Any]] = []
-        curves = {**({"influence": influence} if influence else {}), **profiles}
-        length = len(next(iter(curves.values())))
-        for index, (name, curve) in enumerate(curves.items()):
+        length = len(next(iter(profiles.values())))
+
+        def drawn(curve: Sequence[float]) -> tuple[list[float], list[float]]:
             values = np.asarray(curve, dtype=float)[skip:]
-            values = values / (values.sum() or 1.0)
-            x, y = charts.blocks(values)
-            x = np.asarray(x) + skip
-            colour = charts.colour_of(name, index)
-            if name == "influence" and (interval := (summary.get("intervals") or {}).get("profile")):
-                whole = sum(curve[skip:]) or 1.0
+            x, y = charts.blocks(values / (values.sum() or 1.0))
+            return (np.asarray(x) + skip).tolist(), y.tolist()
+
+        if influence:
+            x, y = drawn(influence)
+            if interval := (summary.get("intervals") or {}).get("profile"):
+                whole = sum(influence[skip:]) or 1.0
                 low, high = (charts.blocks(np.asarray(edge[skip:]) / whole)[1] for edge in interval)
-                traces.append(charts.band(x.tolist(), low.tolist(), high.tolist(), colour))
-            label = "measured influence" if name == "influence" else name
-            dash = "solid" if name in ("influence", "residual", "energy") else "dash"
+                traces.append(charts.band(x, low.tolist(), high.tolist(), "@measured"))
+            traces.append(charts.line("measured influence", y, x, colour="@measured", width=3.2, hover="%{y:.3%}"))
+        for name in names:
+            x, y = drawn(profiles[name])
             traces.append(
                 charts.line(
-                    label,
+                    label(name),
                     y,
-                    x.tolist(),
-                    colour=colour,
-                    width=3 if name == "influence" else 1.8,
-                    dash=dash,
+                    x,
+                    width=2.6 if name == best else 1.8,
                     hover="%{y:.3%}",
-                    visible=True if name in charts.VARIANT_COLOURS or name == "influence" else "legendonly",
+                    visible=True if name in shown else "legendonly",
+                    **styles[name],
                 )
             )
         uniform = 1 / (length - skip)
@@ -165,20 +182,26 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
         return {"traces": traces, "layout": layout}
 
     shape = (summary.get("shape") or {}).get("influence") or {}
-    words = "One curve for each prediction"
+    words = f"A curve each for {listed(['the measured influence'] * bool(influence) + list(map(label, shown)))}"
     if shape:
         words += (
-            f", and the measured influence: {shape['primacy']:.0%} of it on the first eighth of the positions, "
-            f"{shape['middle']:.0%} on the middle half, "
-            f"{shape['recency']:.0%} on the last eighth"
+            f"; of the measured influence {percent(shape['primacy'])} is on the first eighth of the positions, "
+            f"{percent(shape['middle'])} on the middle half, "
+            f"{percent(shape['recency'])} on the last eighth"
         )
+    note = "Every curve sums to 1. The first position is often an attention sink; it is left out at first so that the "
+    note += "rest can be seen."
+    if len(names) > len(shown):
+        note += " Predictions that are grey in the legend are drawn by a click on their name."
+    if repeated:
+        told = listed([f"`{name}` with `{first}`" for name, first in repeated.items()])
+        note += f" Curves that coincide are drawn once: {told}."
     return Chart(
         "profiles-chart",
         "Influence on the last position",
         words + ". The figures are in the tables below.",
         {"without the first": view(1), "all positions": view(0)},
-        note="Every curve sums to 1. The first position is often an attention sink; it is left out at first so that "
-        "the rest can be seen.",
+        note=note,
         controls=(Control("positions", ("without the first", "all positions"), "buttons"),),
         log_axis="y",
         log_first=True,
@@ -186,8 +209,24 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
     )
 
 
+def _styles(names: Sequence[str], shown: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and dash of every prediction, no pair twice: fixed for the known ones, the first free pair for others."""
+    styles: dict[str, dict[str, Any]] = {}
+    for name in names:
+        fixed = {"colour": charts.VARIANT_COLOURS.get(name, ""), "dash": _DASHES.get(name, "solid")}
+        free = (charts.style(index) for index in range(8 * len(charts.DASHES)))
+        if not fixed["colour"] or fixed in styles.values():
+            taken = {one["colour"] for one in styles.values()} | {charts.VARIANT_COLOURS[n] for n in curves.FIRST}
+            choices = [one for one in free if one not in styles.values()]
+            # what is shown at once has a colour of its own
+            fixed = next((one for one in choices if name not in shown or one["colour"] not in taken), choices[0])
+        styles[name] = fixed
+    return styles
+
+
 def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[str, Any]) -> Table:
     intervals = (summary.get("intervals") or {}).get("comparison") or {}
+    repeated = curves.other_names(summary)
     columns = [
         Column("prediction", numeric=False),
         Column("what it is", numeric=False),
@@ -202,9 +241,9 @@ def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[s
         rows.append(
             [
                 name,
-                in_words(summary, name),
+                f"the same curve as {repeated[name]} here" if name in repeated else in_words(summary, name),
                 distance["wasserstein"],
-                *([f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else None] if intervals else []),
+                *([span(interval, 3) if interval else None] if intervals else []),
                 distance["spearman"],
                 distance["total_variation"],
             ]
@@ -216,6 +255,12 @@ def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[s
         rows,
         note="Over all positions, the first included. `uniform` is what knowing nothing would give.",
     )
+
+
+def _different(figures: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by curve, without those of curves that repeat another."""
+    repeated = curves.other_names(summary)
+    return {name: value for name, value in figures.items() if name not in repeated}
 
 
 def _per_document(found: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -265,13 +310,13 @@ def _calibrated(found: Mapping[str, Mapping[str, Any]]) -> Table:
         "Calibrated: one fitted factor",
         columns,
         rows,
-        note=f"The factor was fitted to the influence in {fitted} of the documents and judged on the other {judged}. "
+        note=f"The factor was fitted to the influence in {count(fitted, 'document')} and judged on {judged} others. "
         "The predictions above have nothing fitted.",
     )
 
 
 def _interval(ends: Sequence[float] | None) -> str | None:
-    return None if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}".replace("-", "−")
+    return None if ends is None else span(ends, 3)
 
 
 def _shapes(shape: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -321,8 +366,8 @@ def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
         xaxis={"dtick": max(1, len(layers) // 12), "range": [-0.5, len(layers) - 0.5]},
     )
     words = (
-        f"Token-wise λ from {min(token):.2f} to {max(token):.2f} over {len(token)} layers; Frobenius from "
-        f"{min(frobenius):.3f} to {max(frobenius):.3f}."
+        f"Token-wise λ from {number(min(token))} to {number(max(token))} over {count(len(token), 'layer')}; Frobenius "
+        f"from {number(min(frobenius), 3)} to {number(max(frobenius), 3)}."
     )
     blocks: list[Block] = [
         Chart(
@@ -343,8 +388,8 @@ def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
             Chart(
                 "mixing-positions",
                 "Mixing by position",
-                f"λ of each layer at each position, between {np.nanmin(per_position):.2f} and "
-                f"{np.nanmax(per_position):.2f}.",
+                f"λ of each layer at each position, between {number(np.nanmin(per_position))} and "
+                f"{number(np.nanmax(per_position))}.",
                 {"": view},
                 note="The mean over documents that reach the position.",
                 height=max(260, min(520, 120 + 12 * len(token))),
@@ -460,7 +505,7 @@ def _kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section |
             Chart(
                 "first-chart",
                 "How much goes to the first position",
-                f"From {min(first):.0%} to {max(first):.0%} by layer.",
+                f"From {percent(min(first))} to {percent(max(first))} by layer.",
                 {
                     "": {
                         "traces": [
@@ -473,7 +518,7 @@ def _kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section |
                 },
                 note="Mean weight that queries in the second half of the context put on the first position. An even "
                 "share would be below "
-                f"{2 / len(next(iter(summary['profiles'].values()))):.1%}.",
+                f"{percent(2 / len(next(iter(summary['profiles'].values()))), 1)}.",
                 height=280,
             )
         )

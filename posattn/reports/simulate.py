@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from posattn.reports import charts, common
-from posattn.reports.findings import sentence, simulate_findings
+from posattn.reports import charts, common, curves
+from posattn.reports.findings import simulate_findings
 from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
 from posattn.reports.profile import SHAPES
+from posattn.words import count, number, percent, plural, sentence, tile
 
 
 def simulate_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
@@ -30,8 +31,8 @@ def simulate_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page
     return Page(
         command="simulate",
         title=f"What {architecture['name']} implies",
-        subtitle=f"{architecture['layers']} layers, {architecture['heads']} heads, {_position(architecture)}; "
-        f"{shown} positions; convention: {provenance['convention']}",
+        subtitle=f"{count(architecture['layers'], 'layer')}, {count(architecture['heads'], 'head')}, "
+        f"{_position(architecture)}; {shown} {plural(lengths[-1], 'position')}; convention: {provenance['convention']}",
         findings=simulate_findings(summary),
         figures=_key_figures(summary),
         sections=tuple(section for section in sections if section is not None),
@@ -49,23 +50,27 @@ def _position(architecture: Mapping[str, Any]) -> str:
 
 def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
     n = str(summary["lengths"][0])
+    at = count(int(n), "position")
     shape = summary["shape"][n]["residual"]
     mixing = summary["mixing"]
     figures = [
         Figure(
             "mean mixing λ",
-            f"{np.mean(mixing):.2f}",
-            f"Σλ = {sum(mixing):.2f} over {len(mixing)} layers",
+            number(np.mean(mixing)),
+            f"Σλ = {number(sum(mixing))} over {count(len(mixing), 'layer')}",
             "schedule-chart",
         ),
-        Figure("first eighth", f"{shape['primacy']:.0%}", f"of the profile at {n} positions", "profiles-chart"),
-        Figure("last eighth", f"{shape['recency']:.0%}", f"of the profile at {n} positions", "profiles-chart"),
-        Figure("mean position", f"{shape['mean_position']:.2f}", "0 the first position, 1 the last", "shapes-table"),
+        Figure("first eighth", tile(shape["primacy"]), f"of the profile at {at}", "profiles-chart"),
+        Figure("last eighth", tile(shape["recency"]), f"of the profile at {at}", "profiles-chart"),
+        Figure("mean position", number(shape["mean_position"]), "0 the first position, 1 the last", "shapes-table"),
     ]
     if depth := summary.get("depth"):
         off = depth["off_first"][-1]
-        figures.append(Figure("off the first position", f"{off:.0%}", "at most, after the last layer", "depth-chart"))
+        figures.append(Figure("off the first position", tile(off), "at most, after the last layer", "depth-chart"))
     return tuple(figures)
+
+
+_DASHES = {"residual": "solid", "attention_only": "dash", "half": "dashdot"}
 
 
 def _profiles(summary: Mapping[str, Any]) -> Section:
@@ -81,23 +86,18 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
     layout = charts.axes(
         "position in the context (0 first, 1 last)", "density (1 = even share)", yaxis={"rangemode": "tozero"}
     )
-    views = {}
+    views, notes = {}, []
     for n in lengths:
+        same = curves.same_curves({name: curve["value"] for name, curve in summary["profiles"][n].items()})
         drawn = [
-            traces(
-                n,
-                name,
-                charts.colour_of(name),
-                name,
-                2.4 if name == "residual" else 1.8,
-                "solid" if name == "residual" else "dash",
-            )
-            for name in summary["profiles"][n]
+            traces(n, name, charts.colour_of(name), name, 2.4 if name == "residual" else 1.8, _DASHES.get(name, "dot"))
+            for name in same
         ]
-        views[f"{n} positions"] = {"traces": drawn, "layout": layout}
+        views[count(int(n), "position")] = {"traces": drawn, "layout": layout}
+        notes += [f"`{other}` coincides with `{name}`" for name, others in same.items() for other in others]
     if len(lengths) > 1:
         drawn = [
-            traces(n, "residual", f"@c{i % 8}", f"{n} positions", 2, "solid" if i < 4 else "dash")
+            traces(n, "residual", label=count(int(n), "position"), width=2, **charts.style(i))
             for i, n in enumerate(lengths)
         ]
         views = {"all, residual": {"traces": drawn, "layout": layout}, **views}
@@ -120,10 +120,12 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
         Chart(
             "profiles-chart",
             "Influence on the last position",
-            f"At {lengths[0]} positions the residual profile has {first['primacy']:.0%} on the first eighth, "
-            f"{first['middle']:.0%} on the middle half and {first['recency']:.0%} on the last eighth.",
+            f"At {count(int(lengths[0]), 'position')} the residual profile has {percent(first['primacy'])} on the "
+            f"first eighth, {percent(first['middle'])} on the middle half and {percent(first['recency'])} on the last "
+            "eighth.",
             views,
-            note="`residual`: with the mixing coefficients given. `attention_only`: λ = 1. `half`: λ = ½.",
+            note="`residual`: with the mixing coefficients given. `attention_only`: λ = 1. `half`: λ = ½."
+            + "".join(f" {note}." for note in dict.fromkeys(notes)),
             controls=controls,
             log_axis="y",
             log_first=True,
@@ -147,7 +149,7 @@ def _depth(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
         Chart(
             "schedule-chart",
             "Mixing by layer",
-            f"λ from {min(mixing):.3f} to {max(mixing):.3f}; the sum is {sum(mixing):.2f}.",
+            f"λ from {number(min(mixing), 3)} to {number(max(mixing), 3)}; the sum is {number(sum(mixing))}.",
             {
                 "": {
                     "traces": [charts.line("λ", mixing, layers, colour="@c0", markers=True, hover="%{y:.3f}")],
@@ -172,9 +174,10 @@ def _depth(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
             Chart(
                 "depth-chart",
                 "Influence by depth",
-                f"After {len(mixing)} layers at most {depth['off_first'][-1]:.1%} of a row is off the first position.",
+                f"After {count(len(mixing), 'layer')} at most {percent(depth['off_first'][-1], 1)} of a row is off the "
+                "first position.",
                 {"": {"traces": traces, "layout": charts.axes("depth", "mass", yaxis={"range": [0, 1.02]})}},
-                note=f"At {depth['length']} positions.",
+                note=f"At {count(depth['length'], 'position')}.",
             )
         )
         profiles = arrays.get("depth.profiles")

@@ -1,0 +1,383 @@
+"""Sentences of reports: one grammar for one and for many, no number rounded to nothing, equal curves counted once."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posattn import words
+from posattn.reports import charts, curves, findings, kit
+from posattn.reports.pages import PAGES
+from tests.report_samples import (
+    compare_summary,
+    curve,
+    distance,
+    heads_arrays,
+    heads_summary,
+    profile_arrays,
+    profile_summary,
+    shape_of,
+    simulate_summary,
+)
+
+# ---- words -------------------------------------------------------------------------------------------------------
+
+
+def test_nouns_and_verbs_follow_their_number() -> None:
+    assert [words.count(n, "head") for n in (0, 1, 2)] == ["0 heads", "1 head", "2 heads"]
+    assert words.count(2, "query") == "2 queries"
+    assert words.count(3, "measured attention kernel") == "3 measured attention kernels"
+    assert (words.plural(1, "is"), words.plural(2, "is"), words.plural(0, "has")) == ("is", "are", "have")
+
+
+@given(st.floats(-1e3, 1e3), st.integers(0, 4))
+def test_no_number_is_rounded_to_nothing(value: float, digits: int) -> None:
+    shown = words.number(value, digits)
+    back = float(shown.replace("−", "-"))
+    assert "-" not in shown
+    assert (back == 0) == (abs(value) < 1e-6)
+    assert back == pytest.approx(value, abs=0.5 * 10**-digits + 1e-6)
+    assert not re.fullmatch(r"−0(\.0*)?", shown)
+
+
+@given(st.floats(0, 1), st.integers(0, 2))
+def test_no_share_is_rounded_to_nothing_or_to_all(share: float, digits: int) -> None:
+    shown = words.percent(share, digits)
+    figure = float(re.sub(r"[^0-9.]", "", shown))
+    if shown.startswith("less than"):
+        assert 0 < share < figure / 100
+    elif shown.startswith("more than"):
+        assert figure / 100 < share < 1
+    else:
+        assert figure / 100 == pytest.approx(share, abs=0.5 * 10 ** -(digits + 2) + 1e-12)
+        assert (figure == 0) == (share == 0)
+        assert (figure == 100) == (share == 1)
+    assert words.tile(share, digits) == shown.replace("less than ", "<").replace("more than ", ">")
+
+
+def test_ratios_are_said_in_words_where_digits_would_say_nothing() -> None:
+    assert words.times(0.001) == "less than 0.01 times"
+    assert words.times(0) == "0 times"
+    assert words.times(1.234) == "1.23 times"
+    assert words.times(float("inf")) == "unboundedly more than"
+
+
+# ---- every sentence, with one of everything and with next to nothing -----------------------------------------------
+
+
+def lengths_summary(many: bool = False, metric: str = "accuracy") -> dict[str, Any]:
+    lengths = [6, 13, 27] if many else [6]
+    k = len(lengths)
+    heads = [(0, 0), (0, 1)] if many else [(0, 0)]
+    row = [0.5] * len(heads)
+    return {
+        "schema": 1,
+        "command": "lengths",
+        "provenance": {"model": "made-up", "samples": 12 if many else 1, "versions": {}},
+        "metric": metric,
+        "lengths": lengths,
+        "value": [0.9, 0.8, 0.001][:k],
+        "interval": [[0.8, 0.95]] * k,
+        "hops": [1],
+        "value_hops": [[0.5]] * k,
+        "chance": 0.1,
+        "ablated": {"symbolic": [0.9, 0.7, 0.0001][:k]},
+        "heads": {"symbolic": heads},
+        "labels": [["symbolic"] * len(heads)],
+        "predicted_break": {"first": None, "median": None},
+        "observed_break": None,
+        **{name: [[row]] * k for name in ("positional", "symbolic", "discrepancy", "weight", "predicted")},
+        "warnings": [],
+        "retrieval": {
+            "place": [0.0, 1.0] if many else [0.0],
+            "tokens": [5] * (2 if many else 1),
+            "prompts": 4 if many else 1,
+            **{
+                name: {"mean": [-2.0, -3.0][: 2 if many else 1], "interval": [[-4.0, -1.0]] * (2 if many else 1)}
+                for name in ("accuracy", "choice", "log_probability")
+            },
+            "predicted": [0.4, 0.6][: 2 if many else 1],
+            "agreement": {},
+        },
+    }
+
+
+def train_summary(many: bool = False) -> dict[str, Any]:
+    runs = ["seed-0", "seed-1"] if many else ["seed-0"]
+    steps = [0, 4] if many else [1]
+    run = {"steps": 4 if many else 1, "converged": False, "stopped": "", "accuracy": 0.0004, "accuracy_by_hops": {}}
+    each: dict[str, Any] = {
+        "runs": dict(run),
+        "accuracy": [0.0004] * len(steps),
+        "accuracy_hops": [[0.1]] * len(steps),
+        "loss": [1.0] * len(steps),
+        "positional": [[0.5]],
+        "symbolic": [[0.5]],
+        "frequency_id": [1.0],
+        "labels": [["uniform"]],
+        "counts": {"positional": 0, "symbolic": 0, "uniform": 1, "mixed": 0},
+        "pure_by_step": [0] * len(steps),
+    }
+    return {
+        "schema": 1,
+        "command": "train",
+        "provenance": {"model": "made-up", "versions": {}, "training": {"eval_samples": 1}},
+        "task": "number",
+        "purity": 0.2,
+        "steps": steps,
+        "hops": [1],
+        "planned_steps": 6750,
+        "stopped": [],
+        **{name: {one: copy.deepcopy(value) for one in runs} for name, value in each.items()},
+        "emergence": [],
+        "relation": {"pure_heads": {"values": [-0.3] * len(runs), "interval": [-0.4, -0.2] if many else [None, None]}},
+        "warnings": [],
+    }
+
+
+def simulated(length: int = 1, layers: int = 1) -> dict[str, Any]:
+    summary = simulate_summary()
+    summary["lengths"] = [length]
+    values = (
+        {"residual": [1.0], "attention_only": [1.0], "half": [1.0]}
+        if length == 1
+        else {name: curve(kind, length).tolist() for name, kind in (("residual", "sink"), ("half", "sink"))}
+    )
+    summary["profiles"] = {
+        str(length): {name: {"position": list(range(length)), "value": value} for name, value in values.items()}
+    }
+    figures = {"primacy": 0.125, "recency": 0.125, "middle": 0.5, "mean_position": 0.0, "trough": 0.0, "u_index": 0.0}
+    shapes = {name: figures if length == 1 else shape_of(np.array(value)) for name, value in values.items()}
+    summary["shape"] = {str(length): shapes}
+    forces = summary["forces"].pop("64")
+    summary["forces"] = {str(length): {**forces, "shares": [[-0.003, 0.0, 0.0], [1e-4, 0, 0], [0, 0, 0], [0, 0, 0]]}}
+    summary["mixing"] = [0.5] * layers
+    summary["depth"] = {
+        **summary["depth"],
+        "length": length,
+        **{name: [0.0004] * layers for name in ("first_mass", "off_first", "bound", "last_diagonal", "mixing_sum")},
+    }
+    summary["monotonicity"] = {"length": length, "worst": 1e-4}
+    summary["provenance"]["architecture"] = {"name": "made-up", "layers": layers, "heads": 1, "position": "none"}
+    return summary
+
+
+def single_head() -> dict[str, Any]:
+    summary = heads_summary(3, 3)
+    for name in ("labels", "nearest"):
+        summary[name] = [["uniform"]]
+    for name in ("positional", "symbolic", "entropy", "gamma"):
+        summary[name] = [[0.004]]
+    for name in ("positional_interval", "symbolic_interval"):
+        summary[name] = [[[None, None]]]
+    summary["certain"] = [[None]]
+    summary["roles"] = [[["induction"]]]
+    summary["evidence"]["induction_repeat"] = {"measured": [[0.004]], "chance": [[0.0001]], "queries": 1}
+    summary["rotary"] = {name: [[1.0]] for name in summary["rotary"]}
+    summary["counts"] = {"positional": 0, "symbolic": 0, "uniform": 1, "mixed": 0}
+    summary["role_counts"] = {"induction": 1}
+    summary |= {"documents": 1, "queries": 1}
+    summary["ablation"] = {
+        "classes": ["uniform"],
+        "lengths": [1],
+        "mode": "position_mean",
+        "increase": [[0.0]],
+        "increase_interval": [[[None, None]]],
+        "control_increase": [[0.0]],
+        "control_increase_interval": [[[None, None]]],
+        "excess": [[0.0001]],
+        "excess_interval": [[[0.0001, 0.0004]]],
+        "heads": {"uniform": 1},
+        "overlap": {"uniform": 1.0},
+        "documents": 1,
+        "controls": 1,
+    }
+    return summary
+
+
+def single_profile() -> dict[str, Any]:
+    summary = profile_summary("sink", layers=1, n=1000, massive=True, sink=True)
+    summary["mixing"] = {**summary["mixing"], "documents": 1, "token": [0.0004], "frobenius": [0.00001]}
+    summary["influence_facts"]["documents"] = 1
+    for name in ("primacy", "recency"):
+        summary["shape"]["influence"]["without_first"][name] = 1e-5
+    summary["profiles"]["attention_only"] = [0.9999, *[0.0001 / 999] * 999]
+    summary["first_position_attention"] = [0.9999]
+    summary["provenance"]["tokens"]["documents"] = 1
+    for figures in summary["comparison"].values():
+        figures["wasserstein"] = 0.0001
+    summary["comparison"]["uniform"]["wasserstein"] = 0.0003
+    return summary
+
+
+def twice(summary: dict[str, Any]) -> dict[str, Any]:
+    return {**summary, "differences": [{**row, "low": 1e-4, "high": 2e-4} for row in summary["differences"]]}
+
+
+SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "profile-1": (single_profile(), {}),
+    "profile": (profile_summary("u", massive=True, sink=True), profile_arrays()),
+    "profile-none": (profile_summary(None), {}),
+    "heads-1": (single_head(), {}),
+    "heads": (heads_summary(), heads_arrays()),
+    "simulate-1": (simulated(), {}),
+    "simulate-sink": (simulated(512, 4), {}),
+    "simulate": (simulate_summary(), {}),
+    "train-1": (train_summary(), {}),
+    "train": (train_summary(True), {}),
+    "lengths-1": (lengths_summary(), {}),
+    "lengths": (lengths_summary(True), {}),
+    "lengths-loss": (lengths_summary(True, "loss"), {}),
+    "compare": (twice(compare_summary()), {}),
+}
+
+#: what no sentence may say
+WRONG = {
+    "one with a plural": r"(?<![\d.])\b1 (?:[a-z-]+ ){0,2}(?:heads|kernels|layers|sets|tokens|documents"
+    r"|positions|queries|classes|steps|samples|seeds|lines|prompts|hops|runs|models|processes)\b",
+    "many with a singular": r"\b(?:0|[2-9]|[1-9]\d+) (?:head|layer|document|token|position|sample|seed|run|step)\b",
+    "a verb of the wrong number": r"\b(?:There are|are) 1\b|\b1 \w+ are\b|\b1 \w+ have\b",
+    "nothing that is something": r"(?<![\d.−])[−-]?0\.0+(?!\d)(?! to)| by 0%|\^-|\^−?0(?![.\d])|−0(?:\.0*)?(?![\d.])",
+    "word order": r"breaks not|holds not|described by flags",
+    "an empty place": r"\bNone\b|\bnan\b|\binf\b| \? ",
+}
+
+
+def sentences(page: kit.Page) -> Iterator[str]:
+    yield page.title
+    yield page.subtitle
+    for finding in page.findings:
+        yield finding.text
+        yield finding.sure
+    for figure in page.figures:
+        yield f"{figure.value} {figure.note}"
+    for section in page.sections:
+        if section.id == "provenance":
+            continue
+        yield section.title
+        yield section.intro
+        for block in section.blocks:
+            yield from (str(getattr(block, name, "")) for name in ("title", "summary", "note"))
+            yield from getattr(block, "paragraphs", ())
+            for control in getattr(block, "controls", ()):
+                yield from control.options
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("fault", WRONG)
+def test_no_sentence_of_any_report_has_bad_grammar_or_a_vanished_number(sample: str, fault: str) -> None:
+    summary, arrays = SAMPLES[sample]
+    page = PAGES[summary["command"]](summary, arrays)
+    assert page.findings
+    wrong = [(text, found[0]) for text in sentences(page) if (found := re.search(WRONG[fault], text))]
+    assert wrong == []
+    kit.render(page)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("one with a plural", "Of 1 heads, 0 are positional"),
+        ("one with a plural", "with 1 queries"),
+        ("one with a plural", "the 1 measured attention kernels"),
+        ("many with a singular", "2 head"),
+        ("a verb of the wrong number", "There are 1 induction head"),
+        ("nothing that is something", "has 0.00 times the influence"),
+        ("nothing that is something", "further back, by up to by 0% of"),
+        ("nothing that is something", "λ ≈ 0.5·t^-0"),
+        ("word order", "It breaks not up to 68 tokens"),
+    ],
+)
+def test_the_faults_looked_for_are_found(fault: str, text: str) -> None:
+    assert re.search(WRONG[fault], text)
+
+
+# ---- equal curves ------------------------------------------------------------------------------------------------
+
+
+def without_sink(nearest: str = "residual") -> dict[str, Any]:
+    """A run in which no sink was found: the rules about sinks change nothing."""
+    summary = profile_summary("u")
+    profiles = {name: np.array(values) for name, values in summary["profiles"].items()}
+    profiles["projection"] = curve("recency", 64) ** 2 / (curve("recency", 64) ** 2).sum()
+    for name in ("residual+no-op", "residual+renormalise"):
+        profiles[name] = profiles["residual"] * (1 + 1e-12)
+    profiles["projection+no-op"] = profiles["projection"]
+    profiles["energy"] = curve("u", 64) if nearest == "energy" else curve("sink", 64)
+    measured = np.array(summary["influence"])
+    profiles[nearest] = 0.9 * measured + 0.1 * profiles[nearest]
+    if nearest == "residual":
+        for name in ("residual+no-op", "residual+renormalise"):
+            profiles[name] = profiles["residual"]
+    summary["profiles"] = {name: values.tolist() for name, values in profiles.items()}
+    summary["comparison"] = {
+        name: distance(values, measured) for name, values in {**profiles, "uniform": curve("flat", 64)}.items()
+    }
+    summary["shape"] = {name: shape_of(values) for name, values in {"influence": measured, **profiles}.items()}
+    summary["per_document"] = {name: {"spearman": 0.5, "interval": [0.4, 0.6], "documents": 16} for name in profiles}
+    return summary
+
+
+def test_equal_curves_count_once_everywhere() -> None:
+    summary = without_sink()
+    assert len(summary["profiles"]) == 8
+    finding = findings.closest_prediction(summary)
+    assert finding is not None
+    assert finding.text.startswith("Of 5 different predicted profiles, `residual` (")
+    assert "+no-op" not in finding.text
+    assert "+renormalise" not in finding.text
+    assert "`residual+no-op` as `residual`" in finding.sure
+    assert "`projection+no-op` as `projection`" in finding.sure
+    page = PAGES["profile"](summary, {})
+    chart = next(block for section in page.sections for block in section.blocks if block.id == "profiles-chart")  # type: ignore[union-attr]
+    drawn = [trace["name"] for trace in chart.views["all positions"]["traces"] if trace.get("meta") != "band"]  # type: ignore[union-attr]
+    assert not [name for name in drawn if "+" in name]
+    assert len(drawn) == 7  # the measured influence, five predictions and the even curve
+    for table in ("shapes-table", "documents-table"):
+        rows = next(b for s in page.sections for b in s.blocks if b.id == table).rows  # type: ignore[union-attr]
+        assert not [row for row in rows if "+" in str(row[0])]
+    # the table of distances still lists every variant, and says which repeats which
+    rows = next(b for s in page.sections for b in s.blocks if b.id == "distances-table").rows  # type: ignore[union-attr]
+    told = [row[1] for row in rows if str(row[0]).startswith("residual+")]
+    assert told == ["the same curve as residual here"] * 2
+
+
+def test_curves_that_differ_are_not_taken_for_equal() -> None:
+    a, b = curve("u"), curve("u").copy()
+    b[3] += 1e-5
+    assert curves.same_curves({"a": a.tolist(), "b": b.tolist()}) == {"a": [], "b": []}
+    assert curves.same_curves({"x+no-op": a.tolist(), "x": a.tolist()}) == {"x": ["x+no-op"]}
+    assert curves.same_curves({"a": [1.0], "b": [0.5, 0.5]}) == {"a": [], "b": []}
+
+
+@pytest.mark.parametrize("nearest", ["residual", "energy", "projection", "half", "attention_only"])
+def test_the_nearest_curve_is_always_drawn_prominently(nearest: str) -> None:
+    summary = without_sink(nearest)
+    assert curves.nearest(summary) == nearest
+    shown = curves.prominent(summary)
+    assert shown[0] == nearest
+    assert {"residual", "energy"} <= set(shown)
+    page = PAGES["profile"](summary, {})
+    chart = next(block for section in page.sections for block in section.blocks if block.id == "profiles-chart")  # type: ignore[union-attr]
+    for view in chart.views.values():  # type: ignore[union-attr]
+        traces = {trace["name"].removesuffix(" (nearest)"): trace for trace in view["traces"] if trace.get("name")}
+        visible = {name for name, trace in traces.items() if trace.get("visible", True) is True}
+        assert visible == {"measured influence", "uniform", *shown}
+        widths = {name: traces[name]["line"]["width"] for name in visible}
+        assert sorted(widths, key=lambda name: -widths[name])[:2] == ["measured influence", nearest]
+        looks = [(trace["line"]["color"], trace["line"]["dash"]) for trace in traces.values()]
+        assert len(set(looks)) == len(looks)
+        colours = [traces[name]["line"]["color"] for name in visible]
+        assert len(set(colours)) == len(colours)
+
+
+def test_many_curves_of_one_chart_all_look_different() -> None:
+    looks = [tuple(charts.style(index).values()) for index in range(48)]
+    assert len(set(looks)) == 48
