@@ -31,6 +31,8 @@ from posattn.errors import InputError, UnsupportedModelError
 
 #: share of a large matrix product's rate that whole models reach
 EFFICIENCY = 0.4
+#: fewer bins than these would say little of a profile
+LEAST_BINS = 32
 #: share of the free memory that a job may take
 ROOM = 0.9
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -38,7 +40,10 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that decide what measuring it costs. `hidden` is the MLP's width."""
+    """The sizes of a model that decide what measuring it costs. `hidden` is the MLP's width.
+
+    `interface`: it uses transformers' attention interface, as the plain adapter and thus streaming need it.
+    """
 
     name: str
     parameters: int
@@ -50,11 +55,15 @@ class Shape:
     hidden: int
     vocabulary: int
     context: int | None
+    interface: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is asked for. `bins` and `streamed` as in `posattn.measure`; `contributions`: as `posattn profile` does."""
+    """What is asked for. `bins` and `streamed` as in `posattn.measure` (streamed: by the plain adapter).
+
+    `contributions`: what patterns are needed for, and `logits`: means by distance, both as `posattn profile` does.
+    """
 
     length: int = 256
     samples: int = 64
@@ -63,6 +72,7 @@ class Job:
     per_head: bool = False
     influence: bool = True
     contributions: bool = True
+    logits: bool = False
     streamed: bool = False
     bins: int | None = None
     processes: int = 1
@@ -169,6 +179,7 @@ def shape_from_model(model: Any, name: str) -> Shape:
         hidden=first("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * width,
         vocabulary=first("vocab_size") or 1,
         context=first("max_position_embeddings", "n_positions", "max_seq_len"),
+        interface=bool(getattr(type(model), "_supports_attention_backend", True)),
     )
 
 
@@ -197,11 +208,16 @@ def estimate(shape: Shape, job: Job, free: int, rate: float | None = None) -> Es
     pattern = b * h * n**2
     streaming = job.streamed and not job.per_head and not job.contributions
     layer = b * n * (8 * shape.width + 3 * shape.hidden + 4 * h * shape.head_dim) * item
+    if job.logits:
+        statistics += 4 * 8 * t * h * n
     logits = b * n * shape.vocabulary * item
     attention = 0 if streaming else pattern * (2 * item + wide)
     # five temporaries of a block of `posattn.models.tiles`
     blocks = 5 * 4 * min(2**21, n * n * h // shape.key_heads) if streaming else 0
-    run = max(layer + attention + blocks, 0 if streaming else logits)  # `PlainModel.run` makes one position's logits
+    if job.logits:  # five temporaries of a tile of `posattn.probes.positional`
+        blocks = max(blocks, 5 * 4 * min(2**22, n * n * h))
+    # `PlainModel.run` makes one position's logits
+    run = max(layer + attention + blocks, 0 if job.streamed else logits)
     checked = min(2, job.samples) * h * n**2
     if streaming:
         checked = min(checked, 2**26)
@@ -222,8 +238,7 @@ def estimate(shape: Shape, job: Job, free: int, rate: float | None = None) -> Es
     per_document = once * (5 if job.influence else 1)
     if job.contributions:
         per_document += t * (2 * h * h * n**2 + 4 * n * h * shape.head_dim * shape.width)
-    if job.streamed:
-        per_document += 2 * t * h * shape.head_dim * n**2
+    per_document += (job.streamed + 2 * job.logits) * 2 * t * h * shape.head_dim * n**2
     operations = float(per_document * documents)
     seconds = float("nan") if rate is None else operations / (rate * EFFICIENCY)
     return Estimate(shape, job, memory, peak * job.processes, free, operations, seconds)
@@ -231,29 +246,41 @@ def estimate(shape: Shape, job: Job, free: int, rate: float | None = None) -> Es
 
 def nearest(shape: Shape, job: Job, free: int, rate: float | None = None) -> Estimate | None:
     """The first that fits of the settings that change the job ever more; None when none does."""
-    for other in _easier(job):
+    for other in _easier(shape, job):
         found = estimate(shape, other, free, rate)
         if found.fits:
             return found
     return None
 
 
-def _easier(job: Job) -> Iterator[Job]:
+def _streamed(shape: Shape, job: Job) -> Iterator[Job]:
+    """The same job through the plain adapter with ever coarser bins, where that is possible and changes anything."""
+    if not shape.interface or job.per_head:
+        return
+    width = 1 if job.bins is None or not job.streamed else 2 * job.bins
+    while job.length >= LEAST_BINS * width:
+        yield dataclasses.replace(job, streamed=True, contributions=False, bins=width)
+        width = max(16, 2 * width)
+
+
+def _easier(shape: Shape, job: Job) -> Iterator[Job]:
     batch = job.batch_size
     while batch > 1:
         batch = max(1, batch // 2)
         yield dataclasses.replace(job, batch_size=batch)
     job = dataclasses.replace(job, batch_size=1)
-    if job.dtype in ("float32", "float64"):
-        yield dataclasses.replace(job, dtype="bfloat16")
-    for other in (job, dataclasses.replace(job, dtype="bfloat16")):
-        if job.influence:
-            yield dataclasses.replace(other, influence=False)
+    narrow = dataclasses.replace(job, dtype="bfloat16") if job.dtype in ("float32", "float64") else job
+    yield narrow
+    for influence in (True, False) if job.influence else (False,):
+        for other in (job, narrow):
+            other = dataclasses.replace(other, influence=influence)
+            yield other
+            yield from _streamed(shape, other)
     length = job.length
     while length > 2:
         length //= 2
         yield dataclasses.replace(job, length=length)
-        yield dataclasses.replace(job, length=length, dtype="bfloat16")
+        yield dataclasses.replace(narrow, length=length)
 
 
 def advice(shape: Shape, job: Job, free: int) -> str:
@@ -261,14 +288,15 @@ def advice(shape: Shape, job: Job, free: int) -> str:
     asked = estimate(shape, job, free)
     largest = max(asked.memory, key=lambda name: asked.memory[name])
     reason = (
-        f"{shape.name} needs about {size(asked.peak)}, mostly {largest} ({size(asked.memory[largest])}), and "
-        f"{size(free)} are free"
+        f"{shape.name} does not fit: it needs about {size(asked.peak)}, mostly {largest} "
+        f"({size(asked.memory[largest])}), and {size(free)} are free"
     )
     other = nearest(shape, job, free)
     if other is None:
         return f"{reason}; no setting of posattn makes it fit: use a larger machine, or a device map"
     options = [f"--{name.replace('_', '-')} {getattr(other.job, name)}" for name in ("batch_size", "dtype", "length")
                if getattr(other.job, name) != getattr(job, name)]  # fmt: skip
+    options += [f"--adapter plain --bins {other.job.bins}"] if other.job.bins != job.bins else []
     options += ["--no-influence"] if job.influence and not other.job.influence else []
     return f"{reason}; {' '.join(options)} would need about {size(other.peak)}"
 

@@ -6,16 +6,17 @@ Run in the environment that has both; skipped where HookedTransformer is gone (T
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from posattn.errors import InputError
+from posattn.errors import InputError, UnsupportedModelError
 from posattn.models.base import Model
 from posattn.models.check import self_check
-from posattn.models.loading import as_model, quiet
+from posattn.models.loading import as_model, load_model, quiet
 from posattn.models.positions import attention
 from tests import families
 
@@ -245,3 +246,23 @@ def test_bridge_points_are_its_own_cache(name: str, compatibility: bool) -> None
             theirs = cache[f"blocks.{layer}.{hook}"].reshape(values[point].shape)
             torch.testing.assert_close(values[point], theirs, rtol=0, atol=1e-6)
     self_check(model, tokens)
+
+
+def test_loads_by_name_without_processing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from transformer_lens import HookedTransformer
+
+    made, asked = hooked("rotary"), {}
+
+    def load(name: str, **keywords: Any) -> Any:
+        asked.update(keywords, name=name)
+        return made
+
+    monkeypatch.setattr(HookedTransformer, "from_pretrained_no_processing", load)
+    model = load_model("pythia-70m", adapter="hooked", device="cpu", dtype="bfloat16")
+    assert (model.module, model.adapter, model.name) == (made, "hooked", "pythia-70m")
+    assert asked == {"name": "pythia-70m", "device": "cpu", "dtype": torch.bfloat16}
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedModelError, match="no-such-model as a HookedTransformer"):
+        load_model("no-such-model", adapter="hooked", device="cpu")
+    with pytest.raises(InputError, match="own name"):
+        load_model(tmp_path, adapter="hooked")

@@ -242,6 +242,7 @@ def test_loading(tmp_path: Path) -> None:
     assert as_plain(model) is model
     with pytest.raises(InputError, match="adapter"):
         load_model(str(tmp_path / "m"), adapter="other")
+    assert load_model(str(tmp_path / "m"), adapter="auto").adapter == "bridge"
     with pytest.raises(InputError, match="device_map"):
         load_model(str(tmp_path / "m"), device_map="auto")
     wrapped = families.tiny("llama")

@@ -141,10 +141,15 @@ def chosen_adapter(name: str, bins: int | None, *, length: int, per_head: bool, 
         raise InputError(
             f"--bins and {asked} cannot go together: binned kernels are means over heads, without patterns"
         )
-    if length < LEAST_BINS * bins:
+    check_bins(bins, length)
+    return "plain" if name == "auto" else name
+
+
+def check_bins(bins: int | None, length: int) -> None:
+    """Refuse bins that are too wide for a length."""
+    if bins is not None and length < LEAST_BINS * bins:
         fits = f"--bins {length // LEAST_BINS}" if length >= LEAST_BINS else "no --bins"
         raise InputError(f"--bins {bins} leaves fewer than {LEAST_BINS} bins of {length} positions: use {fits}")
-    return "plain" if name == "auto" else name
 
 
 def would_need(
@@ -221,6 +226,7 @@ def measure_profile(
     from posattn.rollout.implied import IMPLIED, implied_profiles
     from posattn.rollout.variants import VARIANTS, sink_warning
 
+    check_bins(bins, tokens.length)  # documents may be shorter than was asked for
     kinds = KINDS
     if all_variants:
         numbers = sum(info.n_heads for info in model.layers) * tokens.length**2
@@ -362,7 +368,7 @@ def binned_influence(measured: Any, width: int) -> Any:
     return dataclasses.replace(
         measured,
         profile=by_bin(measured.profile, width),
-        per_document=summed.where(by_bin(real.long(), width) > 0, torch.nan),
+        per_document=summed.where(by_bin(real.double(), width) > 0, torch.nan),
         counts=measured.counts[::width],
     )
 

@@ -37,6 +37,8 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "vocab.txt",
 )
+#: ways of seeing a model, by the names that `load_model` takes
+ADAPTERS = ("bridge", "hooked", "plain", "auto")
 _KEPT = "_posattn_model"  # a transformers model can be wrapped only once: it remembers its wrapper
 
 
@@ -58,7 +60,9 @@ def load_model(
         dtype: `torch.float32`, `"bfloat16"` … or `"auto"` for the checkpoint's own; default: float32 on the CPU, the
             checkpoint's own elsewhere.
         adapter: `"bridge"` wraps the model in TransformerLens' bridge, which writes every attention pattern down;
-            `"plain"` leaves it as it is, with its fast attention (see `posattn.models.plain`), for long contexts.
+            `"plain"` leaves it as it is, with its fast attention (see `posattn.models.plain`), for long contexts;
+            `"hooked"` loads a `HookedTransformer` by TransformerLens' name for it, without folding or centring, where
+            there still is one (before 4); `"auto"` is the bridge, or `"hooked"` where there is none.
         device_map: accelerate's: `"auto"`, or a device for each part, `"cpu"` and `"disk"` included, for models that
             one device cannot hold. Takes the plain adapter.
         offload_folder: where parts on `"disk"` are kept.
@@ -68,14 +72,16 @@ def load_model(
         UnsupportedModelError: the model is unknown or unreachable, its configuration is out of range, it has no
             attention, is not a causal decoder, or TransformerLens would compute another function than the checkpoint.
     """
-    if adapter not in ("bridge", "plain"):
-        raise InputError(f'adapter is "bridge" or "plain", not {adapter!r}')
+    if adapter not in ADAPTERS:
+        raise InputError(f"adapter is one of {', '.join(ADAPTERS)}, not {adapter!r}")
+    if adapter == "auto":
+        adapter = "bridge" if importlib.util.find_spec("transformer_lens.model_bridge") else "hooked"
     if device_map is not None and (adapter != "plain" or device is not None):
         raise InputError('device_map goes with adapter="plain", and instead of device')
     if not isinstance(source, (str, os.PathLike)):
         if device is not None or dtype is not None or device_map is not None:
             raise InputError("device and dtype are for loading: move a live model yourself before handing it over")
-        return as_model(source) if adapter == "bridge" else as_plain(source)
+        return as_plain(source) if adapter == "plain" else as_model(source)
     name = os.fspath(source)
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -85,6 +91,8 @@ def load_model(
     if not there.get(place.type, place.type != "meta"):
         raise InputError(f"device {place} was asked for, but PyTorch finds no such device here")
     how = _How(place, _dtype(dtype, place), adapter, device_map, offload_folder)
+    if adapter == "hooked":
+        return _hooked(name, how)
     if name.startswith("bundled:"):
         return _bundled(name, how)
     path = Path(name).expanduser()
@@ -241,6 +249,28 @@ def _folder(path: Path, name: str, how: _How) -> Model:
     hf_model = _from_pretrained(str(path), name, how)
     tokenizer = _tokenizer(str(path)) if any((path / file).is_file() for file in _TOKENIZER_FILES) else None
     return how.see(hf_model, name=name, tokenizer=tokenizer)
+
+
+def _hooked(name: str, how: _How) -> Model:
+    from posattn.models.hooked import HookedModel
+
+    if name.startswith("bundled:") or _looks_like_a_path(name) or os.path.exists(name):
+        raise InputError(f"a HookedTransformer is loaded by TransformerLens' own name for it, not from {name}")
+    try:
+        kind = importlib.import_module("transformer_lens").HookedTransformer
+    except Exception as error:  # transformer-lens 4 raises one of its own
+        raise UnsupportedModelError(
+            "this version of TransformerLens has no HookedTransformer: use the adapter bridge or plain"
+        ) from error
+    dtype = torch.float32 if how.dtype == "auto" else how.dtype
+    try:
+        with quiet():
+            live = kind.from_pretrained_no_processing(name, device=str(how.device), dtype=dtype)
+    except Exception as error:  # upstream raises whatever it meets
+        raise UnsupportedModelError(
+            f"TransformerLens cannot load {name} as a HookedTransformer ({_line(error)})"
+        ) from error
+    return HookedModel(live, name=name)
 
 
 def _gguf(path: Path, how: _How) -> Model:

@@ -48,6 +48,8 @@ class Measurement(Result):
 
     `kernels` [T,N,N], or [T,H,N,N] when measured per head; `row_mass` what their rows summed to before they were
     renormalised; `sink_mass` [T,H] the mean mass in each head's sink; `counts` [N] documents that reach each position.
+    Binned, [T,M,M]: `binning` then holds the `width` of a bin in positions, the `bound` on the rollout's error in total
+    variation, and how far rows stray from their bins (`strays`, see `posattn.probes.streamed`); `counts` are of rows.
     """
 
     kind: ClassVar[str] = "measurement"
@@ -60,6 +62,7 @@ class Measurement(Result):
     documents: int
     warnings: tuple[str, ...]
     provenance: Provenance
+    binning: dict[str, Any] | None = None
 
     @property
     def per_head(self) -> bool:
@@ -181,7 +184,15 @@ def measurement(session: Session, facts: Provenance | None = None) -> Measuremen
         documents=min(mixing.documents, kernels.documents),
         warnings=tuple(_warnings(mixing, kernels, facts)),
         provenance=facts,
+        binning=_binning(mixing, kernels),
     )
+
+
+def _binning(mixing: Mixing, kernels: Kernels) -> dict[str, Any] | None:
+    if not isinstance(kernels, BinnedKernels):
+        return None
+    bound, strays = kernels.binning_error(mixing.token), float(kernels.strays.mean())
+    return {"width": kernels.width, "bins": kernels.kernels.shape[-1], "bound": bound, "strays": strays}
 
 
 def _kernel_probe(model: Model, per_head: bool, streamed: bool | None, bins: int | None) -> KernelProbe:
@@ -254,11 +265,13 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
             f"{int(kernels.counts.min())} the last."
         )
     if isinstance(kernels, BinnedKernels):
-        bound = kernels.binning_error(mixing.token)
+        binning = _binning(mixing, kernels)
+        assert binning is not None
+        bound = binning["bound"]
         says = f"is off by at most {bound:.2g}" if bound < 1 else "has no useful bound"
         yield (
             f"Kernels are binned, {kernels.width} positions a bin: profiles are of bins. A row strays from its bin's "
-            f"mean by {float(kernels.strays.mean()):.2g} on average (total variation); the rollout {says}."
+            f"mean by {binning['strays']:.2g} on average (total variation); the rollout {says}."
         )
     asked, used = (facts.get("tokens") or {}).get("samples_asked"), kernels.documents
     if asked is not None and used < asked:

@@ -144,7 +144,7 @@ class StreamedKernelProbe(KernelProbe):
         assert self._counts.total is not None
         rows = self._counts.total.cpu().double()
         size = -(-len(rows) // self.bins)
-        counts = _by_bin(rows, self.bins)
+        counts = by_bin(rows, self.bins)
         kernels, masses, strays, worst = [], [], [], []
         for sums, stray, heads in zip(self._sums, self._stray, self._heads, strict=True):
             assert sums.total is not None
@@ -154,7 +154,7 @@ class StreamedKernelProbe(KernelProbe):
             kernels.append((mean / torch.where(mass == 0, torch.ones_like(mass), mass)).float())
             masses.append(mass[:, 0])
             off = stray.total.cpu().double()
-            strays.append(_by_bin(off, self.bins) / counts)
+            strays.append(by_bin(off, self.bins) / counts)
             worst.append((off / rows).max())
         width = max(self._heads)
         sink = torch.stack([torch.nn.functional.pad(s.mean, (0, width - s.mean.shape[0])) for s in self._sinks])
@@ -217,7 +217,7 @@ def add_document(
         if bins is None:
             total[block.first : block.last, block.low : block.last] += rows
             continue
-        columns = torch.nn.functional.pad(rows, (0, -rows.shape[1] % bins)).unflatten(1, (-1, bins)).sum(-1)
+        columns = by_bin(rows, bins)
         top, left = block.first // bins, block.low // bins
         corner = total[top : top + -(-len(columns) // bins), left : left + columns.shape[1]]
         bin_rows(columns, bins, heads, corner, stray[block.first : block.last])
@@ -237,6 +237,13 @@ def bin_rows(
     stray += off / (2 * heads)
 
 
+def coarser(kernels: Float[Tensor, "t m m"], counts: Tensor, factor: int = 2) -> Float[Tensor, "t k k"]:
+    """Kernels of bins `factor` times as wide, from coarse kernels and the rows (`counts` [M]) behind each of theirs."""
+    weights = counts.double()
+    sums = by_bin((by_bin(kernels.double(), factor) * weights[:, None]).mT, factor).mT
+    return (sums / by_bin(weights, factor)[:, None]).to(kernels.dtype)
+
+
 def _adder(q: Tensor) -> Any:
     if q.is_cuda and importlib.util.find_spec("triton") is not None:
         from posattn.probes._triton_kernel_mean import add_document_triton
@@ -245,6 +252,6 @@ def _adder(q: Tensor) -> Any:
     return add_document
 
 
-def _by_bin(rows: Tensor, bins: int) -> Tensor:
-    """Sums over the bins of a vector [n]."""
-    return torch.nn.functional.pad(rows, (0, -len(rows) % bins)).unflatten(0, (-1, bins)).sum(-1)
+def by_bin(values: Float[Tensor, "*any n"], bins: int) -> Float[Tensor, "*any m"]:
+    """Sums over bins of so many neighbours along the last axis; the last bin may be smaller."""
+    return torch.nn.functional.pad(values, (0, -values.shape[-1] % bins)).unflatten(-1, (-1, bins)).sum(-1)

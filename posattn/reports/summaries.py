@@ -96,8 +96,11 @@ def profile_tables(summary: Mapping[str, Any], measurement: Any) -> dict[str, An
     if summary.get("influence") is not None:
         curves = {"influence": summary["influence"], **curves}
     tables: dict[str, Any] = {"mixing": measurement.to_dataframe()}
+    width = (summary.get("binning") or {}).get("width", 1)  # a bin goes by its first position
     tables["profiles"] = pd.concat(
-        pd.DataFrame({"curve": name, "position": range(len(curve)), "value": torch.as_tensor(curve).tolist()})
+        pd.DataFrame(
+            {"curve": name, "position": range(0, width * len(curve), width), "value": torch.as_tensor(curve).tolist()}
+        )
         for name, curve in curves.items()
     )
     if summary.get("comparison"):
