@@ -38,6 +38,7 @@ def case(name: str) -> tuple[Any, Any]:
 
 def results(name: str, checkpoint: Path | None = None, resume: bool = False, before: Any = None) -> dict[str, Tensor]:
     """Everything that documents are shared for, as named tensors."""
+    from posattn.heads.ablation import ablation_study
     from posattn.heads.rotary import rotary_usage
     from posattn.heads.scores import score_heads
     from posattn.influence.gradients import influence
@@ -80,6 +81,13 @@ def results(name: str, checkpoint: Path | None = None, resume: bool = False, bef
             found[f"{level}_evidence_counts"] = torch.tensor(list(h.evidence.queries.values()))
             if level == "keys":
                 found |= {"share": h.distance_share, "frequency": h.frequency_positional}
+        classes = {"some": [(0, 1), (1, 0)], "one": ["L1H2"]}
+        for mode in ("zero", "mean", "position_mean"):
+            a = ablation_study(
+                model, tokens, classes, mode=mode, factors=(0.5, 1), base=LENGTH, controls=2, bootstrap=20
+            )
+            figures = ("baseline", "loss", "control", "late_loss", "increase", "excess_interval")
+            found |= {f"ablation_{mode}_{key}": getattr(a, key) for key in figures}
         u = rotary_usage(model, tokens)
         found |= {f"rotary_{key}": getattr(u, key) for key in ("energy", "variance_share", "real_attention", "offset")}
     return {key: value.contiguous() for key, value in found.items()}

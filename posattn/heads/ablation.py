@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from posattn.distributed import combined, world
 from posattn.errors import DataError, InputError, UnsupportedModelError
 from posattn.heads.documents import Schemes, as_documents, batches, run_facts, seen
 from posattn.heads.taxonomy import HeadTaxonomy
@@ -93,10 +94,14 @@ def head_means(
     layers: Iterable[int] | None = None,
     batch_size: int = 8,
 ) -> dict[int, Tensor]:
-    """Mean z over documents and positions, by layer: [H,d], or over documents alone: [N,H,d]."""
+    """Mean z over documents and positions, by layer: [H,d], or over documents alone: [N,H,d].
+
+    Several processes share the documents; each gets the mean over all of them.
+    """
     model = seen(model)
     documents = as_documents(tokens)
     longest = max(map(len, documents))
+    chosen = sorted(set(range(model.n_layers) if layers is None else layers))
     sums: dict[int, Tensor] = {}
     counts = torch.zeros(longest, dtype=torch.float64)
     for row in documents:
@@ -108,15 +113,21 @@ def head_means(
             sums[layer] = torch.zeros(longest, *z.shape[1:], dtype=torch.float64)
         sums[layer][: len(z)] += z
 
-    chosen = None if layers is None else sorted(set(layers))
     schemes = Schemes(model)
-    for _, batch_tokens in batches(documents, batch_size):
+    for _, batch_tokens in batches(documents, batch_size, shared=True):
         schemes(batch_tokens.shape[-1])
         with torch.no_grad(), model.observe(["z"], observer, chosen):
             model(batch_tokens.to(model.device))
+    if world().size > 1:
+        sums = combined(world().gather(sums), _added)
     if by_position:
         return {layer: total / counts[:, None, None] for layer, total in sums.items()}
     return {layer: total.sum(0) / counts.sum() for layer, total in sums.items()}
+
+
+def _added(a: dict[int, Tensor], b: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Sums by layer of two processes, of which one may have had no document."""
+    return {**a, **b, **{layer: a[layer] + b[layer] for layer in a.keys() & b.keys()}}
 
 
 @contextmanager
@@ -312,6 +323,8 @@ def ablation_study(
 ) -> AblationStudy:
     """Loss at `factors` times a base length with each class of heads removed, against random heads in the same layers.
 
+    Several processes share the documents; each gets the whole study.
+
     Args:
         taxonomy: from `classify_heads`, or sets of heads by name.
         classes: labels and roles to remove; None: every one that has heads.
@@ -438,7 +451,7 @@ def _losses(
     for length in [longest] if together else sorted(set(lengths)):
         schemes(length)
         with torch.no_grad(), removed():
-            for indices, batch_tokens in batches([row[:length] for row in documents], batch_size):
+            for indices, batch_tokens in batches([row[:length] for row in documents], batch_size, shared=True):
                 text = batch_tokens.to(model.device)
                 logits = model(text)[:, :-1]
                 nll = torch.nn.functional.cross_entropy(
@@ -449,7 +462,8 @@ def _losses(
                     if together or n == length:
                         out[0, indices, place] = nll[:, : n - 1].mean(-1)
                         out[1, indices, place] = nll[:, (n - 1) // 2 : n - 1].mean(-1)
-    return out
+    mine = out[:, world().share(len(documents))].transpose(0, 1)  # the others' rows are theirs to fill
+    return world().concatenate(mine).transpose(0, 1)
 
 
 def _intervals(change: Tensor, control: Tensor, resamples: int, confidence: float, seed: int) -> list[Tensor]:
