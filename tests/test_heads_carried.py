@@ -9,6 +9,7 @@ import torch
 
 from posattn.errors import DataError, InputError, UnsupportedModelError
 from posattn.heads import carried_position, score_heads
+from posattn.heads.swaps import pair_scores, swap_scores
 from posattn.models.base import PositionScheme
 
 from . import families
@@ -128,6 +129,69 @@ def test_equals_brute_force(name):
     assert (got.stays_positional - got.moves_positional).abs().max() > 1e-3
 
 
+class PositionWithinKind(PositionWritten):
+    """Head 0 of layer 1 goes by distance (rotation), but turns away from the first half of the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        wq, wk, _, _ = self.module
+        with torch.no_grad():
+            wq.zero_(), wk.zero_()
+            angle = torch.tensor(-0.1 * 3)
+            wq[1, 0, -1, :2] = 3000 * torch.stack([angle.cos(), angle.sin()])
+            wk[1, 0, -1, 0] = 1
+            wk[1, 0, : VOCAB // 2, 2] = -5000
+            wq[1, 0, -1, 2] = 1
+            wq[1, 1], wk[1, 1] = wq[1, 0], wk[1, 0]
+
+    def _turn(self, x):
+        return HandBuilt._turn(self, x)
+
+    def scheme(self, layer, length):
+        return HandBuilt.scheme(self, layer, length)
+
+
+def test_distance_within_a_kind_is_told_from_a_taste_for_the_kind():
+    generator = torch.Generator().manual_seed(3)
+    half = VOCAB // 2
+    rows = torch.stack(
+        [
+            torch.cat(
+                [torch.randperm(half, generator=generator)[:6], half + torch.randperm(half, generator=generator)[:6]]
+            )
+            for _ in range(40)
+        ]
+    )
+    got = carried_position(PositionWithinKind(), rows, [1], kinds=(rows >= half).long())
+    assert got.within_positional is not None
+    assert got.within_symbolic is not None
+    assert got.within_positional[0, 0].mean() > 0.99
+    assert got.within_symbolic[0, 0].mean() < 0.1
+    assert got.moves_positional[0, 0].mean() < 0.9, "exchanges across kinds move the taste too"
+    assert got.stays_positional[0, 0].mean() > 0.99, "the kind is in the mean of the position"
+
+
+@pytest.mark.parametrize("tau", [0.0, 1e-4, 0.3])
+def test_chosen_swaps_are_those_of_all_when_all_are_allowed(tau):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 7, 7, dtype=torch.float64, generator=generator) * 3
+    weights = torch.softmax(logits.diagonal(dim1=1, dim2=2), -1)
+    one = torch.eye(7, dtype=torch.float64).expand(5, -1, -1)
+    everything = torch.ones(5, 7, 7, dtype=torch.bool)
+    for got, all_swaps in zip(
+        pair_scores(logits, weights, everything, tau), swap_scores(logits, one, weights, None, tau), strict=True
+    ):
+        torch.testing.assert_close(got, all_swaps, atol=1e-12, rtol=0)
+    # one pair alone
+    only = torch.zeros_like(everything)
+    only[:, 2, 5] = True
+    got = pair_scores(logits, weights, only, tau)
+    old, new = logits.diagonal(dim1=1, dim2=2)[:, [2, 5]], torch.stack([logits[:, 2, 5], logits[:, 5, 2]], -1)
+    torch.testing.assert_close(got[0], cosine(new.softmax(-1), old.softmax(-1)))
+    torch.testing.assert_close(got[1], cosine(new.softmax(-1), old.softmax(-1).flip(-1)))
+    assert pair_scores(logits, weights, torch.zeros_like(everything), tau)[0].isnan().all()
+
+
 def test_saves_tables_and_draws(tmp_path):
     got = carried_position(PositionWritten(), distinct(8, 6))
     frame = got.to_dataframe()
@@ -144,6 +208,8 @@ def test_refusals():
         carried_position(toy, distinct(3, 6))
     with pytest.raises(DataError, match="one length"):
         carried_position(toy, [*distinct(4, 6), torch.arange(5)])
+    with pytest.raises(InputError, match="kinds must be one number a token"):
+        carried_position(toy, distinct(4, 6), kinds=torch.zeros(4, 5, dtype=torch.long))
     with pytest.raises(InputError, match="layers must lie"):
         carried_position(toy, distinct(4, 6), [2])
     with pytest.raises(UnsupportedModelError, match="absolute"):

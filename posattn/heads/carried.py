@@ -21,6 +21,10 @@ How much position the states hold is measured by itself:
 μ also holds what positions predict of *tokens* (a text that always begins alike), which no swap of states can tell
 apart from position: layer 0 shows how much that is, since nothing else can be in there.
 
+The coarsest thing that positions predict of tokens is their kind, where each place of a prompt holds one kind (letters
+first, then numbers). A head that goes by distance but also prefers one kind looks mixed, since an exchange across kinds
+changes both. With `kinds`, the scores are taken over exchanges within a kind too, which needs no splitting of states.
+
 Since a key depends on its own state alone, the n cyclic shifts of r give all n² logits: n + 1 forward passes a layer.
 
 Source of the scores: arXiv 2511.11579; splitting the states is ours.
@@ -33,19 +37,22 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from posattn.errors import DataError, InputError
-from posattn.heads.crosslogits import check_movable, move_query
+from posattn.heads.crosslogits import cap, check_movable, move_query
 from posattn.heads.documents import as_documents, run_facts, seen
-from posattn.heads.swaps import TAU, swap_scores
+from posattn.heads.swaps import TAU, pair_scores, swap_scores
 from posattn.models.base import Batch, Model
 from posattn.plotting import axes, curve, finish
 from posattn.results import Provenance, Result, provenance
 
 if TYPE_CHECKING:
     import pandas as pd
+
+#: fields that hold scores
+SCORES = tuple(f"{how}_{kind}" for how in ("moves", "stays", "within") for kind in ("positional", "symbolic"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +61,8 @@ class CarriedPosition(Result):
 
     `share`, `decoded` [L]: over the layers in `layers`. `moves_positional`, `moves_symbolic` [L,H,B]: scores of the
     last query, whole states exchanged (those of `score_heads`), per document; `stays_positional`, `stays_symbolic`: the
-    same when only the part that position does not predict is exchanged.
+    same when only the part that position does not predict is exchanged; `within_positional`, `within_symbolic`: whole
+    states, exchanged only with states of the same kind (None where no kinds were given).
     """
 
     kind: ClassVar[str] = "carried position"
@@ -68,6 +76,8 @@ class CarriedPosition(Result):
     stays_positional: Float[Tensor, "layers heads documents"]
     stays_symbolic: Float[Tensor, "layers heads documents"]
     provenance: Provenance
+    within_positional: Float[Tensor, "layers heads documents"] | None = None
+    within_symbolic: Float[Tensor, "layers heads documents"] | None = None
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row a head: layer, head, mean scores, their standard errors over documents, share, decoded."""
@@ -77,8 +87,10 @@ class CarriedPosition(Result):
         for i, layer in enumerate(self.layers):
             for head in range(self.moves_positional.shape[1]):
                 row: dict[str, Any] = {"layer": layer, "head": head}
-                for name in ("moves_positional", "moves_symbolic", "stays_positional", "stays_symbolic"):
-                    values = getattr(self, name)[i, head].double()
+                for name in SCORES:
+                    if (found := getattr(self, name)) is None:
+                        continue
+                    values = found[i, head].double()
                     row[name] = values.mean().item()
                     row[f"{name}_error"] = (values.std() / len(values) ** 0.5).item()
                 rows.append({**row, "share": self.share[i].item(), "decoded": self.decoded[i].item()})
@@ -106,15 +118,22 @@ class CarriedPosition(Result):
 
 @torch.no_grad()
 def carried_position(
-    model: Any, tokens: Any, layers: Iterable[int] | None = None, *, tau: float = TAU, batch_size: int = 64
+    model: Any,
+    tokens: Any,
+    layers: Iterable[int] | None = None,
+    *,
+    kinds: Int[Tensor, "documents length"] | None = None,
+    tau: float = TAU,
+    batch_size: int = 64,
 ) -> CarriedPosition:
     """Measure carried position on documents of one length (at least four; a few hundred make μ sharp).
 
-    Costs length + 1 forward passes a layer, so it is meant for prompts of some dozens of tokens.
+    `kinds` [B,N]: a number for each token's kind. Costs length + 1 forward passes a layer, so it is meant for prompts
+    of some dozens of tokens.
 
     Raises:
         DataError: fewer than four documents, different lengths, or fewer than three tokens.
-        InputError: no such layer.
+        InputError: no such layer, or `kinds` of another shape.
         UnsupportedModelError: absolute or shortformer positions, which are all carried.
     """
     model = seen(model)
@@ -132,9 +151,11 @@ def carried_position(
     for layer in chosen:
         check_movable(model.scheme(layer, length), layer)
     rows = torch.stack(documents).to(model.device)
+    if kinds is not None and kinds.shape != rows.shape:
+        raise InputError(f"kinds must be one number a token, {list(rows.shape)}, not {list(kinds.shape)}")
     parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     heads = max(model.layers[layer].n_heads for layer in chosen)
-    scores = torch.full((4, len(chosen), heads, len(rows)), float("nan"))
+    scores = torch.full((6 if kinds is not None else 4, len(chosen), heads, len(rows)), float("nan"))
     share, decoded = torch.empty(len(chosen)), torch.empty(len(chosen))
     for index, layer in enumerate(chosen):
         states = torch.cat([_states(model, part, layer) for part in parts])
@@ -144,10 +165,17 @@ def carried_position(
         first = 0
         for part in parts:
             slot = slice(first, first + len(part))
-            scores[:, index, :count, slot] = _scores(model, part, layer, states[slot], mean, tau).cpu()
+            scores[:, index, :count, slot] = _scores(
+                model, part, layer, states[slot], mean, tau, None if kinds is None else kinds[slot].to(rows.device)
+            ).cpu()
             first += len(part)
     return CarriedPosition(
-        chosen, share, decoded, 1 / length, *scores, provenance=provenance(**run_facts(model, tokens, tau=tau))
+        chosen,
+        share,
+        decoded,
+        1 / length,
+        **dict(zip(SCORES, scores, strict=False)),
+        provenance=provenance(**run_facts(model, tokens, tau=tau)),
     )
 
 
@@ -184,8 +212,10 @@ def _decode(states: Float[Tensor, "b n d"]) -> float:
     return float(torch.stack(hits).mean())
 
 
-def _scores(model: Model, rows: Tensor, layer: int, states: Tensor, mean: Tensor, tau: float) -> Tensor:
-    """[4, H, B]: positional and symbolic score with whole states moved, then with μ kept in its place."""
+def _scores(
+    model: Model, rows: Tensor, layer: int, states: Tensor, mean: Tensor, tau: float, kinds: Tensor | None
+) -> Tensor:
+    """[4 or 6, H, B], in the order of `SCORES`."""
     n = rows.shape[1] - 1
     scheme = model.scheme(layer, n + 1)
     found: dict[str, Tensor] = {}
@@ -224,4 +254,8 @@ def _scores(model: Model, rows: Tensor, layer: int, states: Tensor, mean: Tensor
         *swap_scores(whole, one, flat, moved.softcap, tau),
         *swap_scores(kept.flatten(0, 1), one, flat, moved.softcap, tau),
     ]
+    if kinds is not None:
+        alike = kinds[:, first:n].unsqueeze(-1) == kinds[:, first:n].unsqueeze(-2)
+        alike = alike.unsqueeze(1).expand(*shape, -1, -1).flatten(0, 1)
+        result += pair_scores(cap(whole, moved.softcap), flat, alike, tau)
     return torch.stack([value.view(shape).mT for value in result]).float()

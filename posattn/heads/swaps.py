@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from posattn.errors import InputError
@@ -99,3 +99,33 @@ def swap_scores(
 def _log2(count: Tensor) -> Tensor:
     """The smallest e with 2^e ≥ count."""
     return torch.ceil(torch.log2(count.clamp(min=1).double())).long()
+
+
+def pair_scores(
+    logits: Float[Tensor, "g n n"],
+    weights: Float[Tensor, "g n"],
+    allowed: Bool[Tensor, "g n n"],
+    tau: float = TAU,
+) -> tuple[Float[Tensor, "g"], Float[Tensor, "g"]]:
+    """The same from M itself, over chosen swaps alone: pair (i, j), i < j, counts where `allowed` holds.
+
+    O(n²) memory, for short prompts. A query without an allowed swap gets NaN.
+
+    Raises:
+        InputError: a negative τ.
+    """
+    if not (tau >= 0 and math.isfinite(tau)):
+        raise InputError(f"tau must be a finite number of at least 0, not {tau}")
+    m, d = logits.double(), weights.double()
+    own = m.diagonal(dim1=1, dim2=2)
+    before, after = own.unsqueeze(-1) - own.unsqueeze(-2), m - m.mT
+    c0, s0 = torch.sigmoid(2 * before).sqrt(), torch.sigmoid(-2 * before).sqrt()
+    c1, s1 = torch.sigmoid(2 * after).sqrt(), torch.sigmoid(-2 * after).sqrt()
+    chosen = allowed & torch.ones_like(allowed).triu(1)
+    gap = (d.unsqueeze(-1) - d.unsqueeze(-2)).abs().masked_fill(~chosen, -torch.inf)
+    largest = gap.amax((-1, -2), keepdim=True)
+    share = torch.exp((gap - largest) / tau) if tau > 0 else (gap == largest).double()
+    share = share.masked_fill(~chosen, 0.0)
+    total = share.sum((-1, -2))
+    same, other = (c0 * c1 + s0 * s1) * share, (s0 * c1 + c0 * s1) * share
+    return (same.sum((-1, -2)) / total).to(logits.dtype), (other.sum((-1, -2)) / total).to(logits.dtype)
