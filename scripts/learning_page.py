@@ -123,7 +123,8 @@ def carried(groups: dict[str, dict[str, Any]]) -> str:
             for what, key in (
                 ("s_pos, carried position moves", "moves_positional"),
                 ("s_pos, carried position stays", "stays_positional"),
-                ("s_sym, carried position stays", "stays_symbolic"),
+                ("s_pos, exchanges within a kind", "within_positional"),
+                ("s_sym, exchanges within a kind", "within_symbolic"),
                 ("position decoded", "decoded"),
                 ("share of variance", "share"),
             ):

@@ -92,7 +92,6 @@ def run_summary(run: Dynamics, purity: float) -> dict[str, Any]:
         "best_step": run.steps[int(accuracy.argmax())],
         "reached": {str(level): _first(run.steps, accuracy >= level) for level in (0.5, 0.9, 0.99)},
         "heads": heads,
-        "frequency_id": run.frequency_id[0, -1].tolist(),
     }
 
 
@@ -150,13 +149,19 @@ def write_group(
             "frequency_id": published["frequency_id_per_layer_read"].get(task),
         },
     }
+    for seed, (run, config) in members.items():  # of the final model, whatever the curves hold
+        tracker = HeadTracker.for_task(config.make_task(), 1, 64, seed=config.seed)
+        summary["runs"][seed]["frequency_id"] = tracker.measure(final_model(run))["frequency_id"]
     if args.carried:
         from posattn.heads import carried_position
 
         frames = []
         for seed, (run, config) in members.items():
-            rows = config.make_task().generate(args.samples, seed=config.seed + 2_500_003).tokens
-            found = carried_position(final_model(run), rows)
+            own = config.make_task()
+            rows = own.generate(args.samples, seed=config.seed + 2_500_003).tokens
+            # the two kinds of token: targets and pre-targets; numbers end in a digit in one, targets in the other
+            digit = torch.tensor([name[-1].isdigit() for name in own.vocabulary])
+            found = carried_position(final_model(run), rows, kinds=digit[rows].long())
             frames.append(found.to_dataframe().assign(run=seed, chance=found.chance))
             figure = Figure(figsize=(6.4, 4.2), layout="constrained")
             found.plot(figure.subplots())

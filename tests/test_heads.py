@@ -123,7 +123,7 @@ def test_usage_against_plain_sums():
     covariance = sum((row * row.sum(-1, keepdim=True)).sum(0) for row in centred)
     torch.testing.assert_close(usage.variance_share[layer, head], covariance / covariance.sum(), **close)
     ids = torch.arange(1, half + 1, dtype=torch.float64)
-    expected = torch.softmax(usage.max_logit[layer].mean(0), -1) @ ids
+    expected = torch.softmax(usage.max_logit[layer].mean(0) / scale, -1) @ ids
     assert usage.layer_id[layer] == pytest.approx(float(expected))
     energy = usage.energy[layer].mean(0)
     assert usage.layer_energy_id[layer] == pytest.approx(float(energy @ ids / energy.sum()))

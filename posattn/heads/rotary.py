@@ -14,8 +14,10 @@ Over the chosen queries and the keys each sees (its own included), per layer, he
 * positional and symbolic score of the frequency by itself (`score_heads(..., per_frequency=True)`).
 
 **Frequency id of a layer** (arXiv 2605.31558): Σ_t t·softmax_t(mean maximum logit of t), ids from 1 (fastest) on, the
-mean over documents and, here, over queries and heads too; with logits in the units that enter the softmax. `head_id`
-is the same for one head. `energy_id` weighs ids by `energy` instead of e^logit: it does not hang on one large logit.
+mean over documents and, here, over queries and heads too. The logits here are the products q·k before the layer's
+scale 1/√d: under that reading a GPT-J trained on the paper's tasks shows ids like the published ones; with the scale the
+softmax over t is nearly flat and every id lies near the middle. `head_id` is the same for one head. `energy_id` weighs
+ids by `energy` instead of e^logit: it does not hang on one large logit.
 
 **Geometry.** From the mean query q̄ and mean key k̄ (unrotated, over documents and positions ≥ 1; the first position,
 often a sink with a key unlike any other, is left out): `angle` = φ_q̄ − φ_k̄ and `pull` = scale·f²·‖q̄⁽ᵗ⁾‖‖k̄⁽ᵗ⁾‖ per
@@ -291,8 +293,9 @@ def _result(model: Model, layers: list[_Layer], length: int, facts: dict[str, An
         # the published id ranges over rotary frequencies, so the unrotated rest has none
         maxima, energy = fields["max_logit"][t, :, :rotated], fields["energy"][t, :, :rotated]
         ids = torch.arange(1, rotated + 1, dtype=torch.float64)
-        fields["head_id"][t] = torch.softmax(maxima, -1) @ ids
-        fields["layer_id"][t] = torch.softmax(maxima.mean(0), -1) @ ids
+        products = maxima / part.scheme.scale
+        fields["head_id"][t] = torch.softmax(products, -1) @ ids
+        fields["layer_id"][t] = torch.softmax(products.mean(0), -1) @ ids
         fields["head_energy_id"][t] = (energy @ ids) / energy.sum(-1).clamp(min=1e-300)
         fields["layer_energy_id"][t] = (energy.mean(0) @ ids) / energy.mean(0).sum().clamp(min=1e-300)
         for name, value in _geometry(part, theta, length).items():

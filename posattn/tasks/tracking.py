@@ -5,7 +5,9 @@ and symbolic score over all swaps (`heads.swaps`), entropy of the attention row 
 the mean over prompts of the largest logit of each frequency. From these:
 
 * purity γ of a head: the smallest γ at which it counts as pure (`heads.taxonomy`), its label at a chosen γ;
-* frequency id of a layer: Σ_t t·softmax_t(mean maximum logit of t), ids from 1 (arXiv 2605.31558), mean over heads.
+* frequency id of a layer: Σ_t t·softmax_t(mean maximum logit of t), ids from 1 (arXiv 2605.31558), mean over heads. The
+  logit is the product q·k before its scale 1/√d: with the scale the softmax over t is nearly flat, and the ids come out
+  near the middle of the spectrum and not where the published ones lie.
 
 The model that is training is never touched: a transformers model is copied once, the copy is wrapped, and each later
 step only copies weights into it (and checks that both give the same logits). Training mode, random state and hooks of
@@ -162,7 +164,7 @@ class HeadTracker:
                 sums[place, layer, : shape[-1]] += value.double().sum(0).cpu()
             if self.frequencies and scheme.rotary is not None:
                 used = scheme.rotary.frequencies.shape[0]
-                part = split_frequencies(moved, scheme).logits().amax(-1).double().sum(0).cpu()[:, :used]
+                part = split_frequencies(moved, scheme).logits().amax(-1).double().sum(0).cpu()[:, :used] / scheme.scale
                 before = largest[layer]
                 largest[layer] = part if before is None else before + part
 
@@ -178,7 +180,7 @@ class HeadTracker:
 
 
 def frequency_id(largest: Float[Tensor, "f"]) -> float:
-    """Σ_t t·softmax_t(mean maximum logit of frequency t), t from 1 on."""
+    """Σ_t t·softmax_t(mean maximum q·k of frequency t), t from 1 on."""
     weights = torch.softmax(largest.double(), -1)
     return float((weights * torch.arange(1, len(weights) + 1, dtype=torch.float64)).sum())
 
