@@ -15,7 +15,7 @@ Over the chosen queries and the keys each sees (its own included), per layer, he
 
 **Frequency id of a layer** (arXiv 2605.31558): Σ_t t·softmax_t(mean maximum logit of t), ids from 1 (fastest) on, the
 mean over documents and, here, over queries and heads too. The logits here are the products q·k before the layer's
-scale 1/√d: under that reading a GPT-J trained on the paper's tasks shows ids like the published ones; with the scale the
+scale 1/√d: so read, a GPT-J trained on the paper's tasks shows ids like the published ones; with the scale the
 softmax over t is nearly flat and every id lies near the middle. `head_id` is the same for one head. `energy_id` weighs
 ids by `energy` instead of e^logit: it does not hang on one large logit.
 
