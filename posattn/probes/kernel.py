@@ -141,7 +141,9 @@ class KernelProbe(Probe):
                     rows.append(block.sum(-1, dtype=dtype).mean(-1))
             mass = torch.stack(rows) if rows else None
         if finished := self._pending.put(layer, (total, mass), batch.mask, len(self._sums)):
-            for sums, moments, (total, mass) in zip(self._sums, self._sinks, finished, strict=True):
+            del total
+            for sums, moments in zip(self._sums, self._sinks, strict=True):
+                total, mass = finished.pop(0)  # gone once it is added: together they are as large as the sums
                 sums.add(total)
                 if mass is not None:
                     moments.update(1 - mass)

@@ -23,6 +23,9 @@ from torch import Tensor
 
 from posattn.errors import InputError
 
+#: numbers that are widened to float64 at a time
+_WIDENED = 1 << 20
+
 
 def accumulator(device: torch.device) -> torch.dtype:
     """The dtype in which running sums are kept on `device`."""
@@ -114,7 +117,7 @@ class Sums:
         self._move(term.device)
         total = self._fit(term)
         if self._lost is None:
-            total.add_(term)
+            _add(total, term)
             return
         part = self._lost[_corner(term, self.grow_axes)]
         corrected = term - part
@@ -172,6 +175,16 @@ class Sums:
                     new[_corner(old, self.grow_axes)] = old
                     setattr(self, name, new)
         return self.total[_corner(term, self.grow_axes)]
+
+
+def _add(total: Tensor, term: Tensor) -> None:
+    """total += term, a few rows at a time where they are large: PyTorch widens the whole operand before it adds."""
+    if term.dim() < 2 or term.numel() <= _WIDENED:
+        total.add_(term)
+        return
+    rows = max(1, _WIDENED * term.shape[-2] // term.numel())
+    for ours, theirs in zip(total.split(rows, -2), term.split(rows, -2), strict=True):
+        ours.add_(theirs)
 
 
 def _corner(term: Tensor, axes: int) -> tuple[Any, ...]:

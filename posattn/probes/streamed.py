@@ -130,7 +130,9 @@ class StreamedKernelProbe(KernelProbe):
             masses.append(add(*parts, scheme, total, stray, step))
         mass = torch.stack(masses) if self._has_sink[layer] else None
         if finished := self._pending.put(layer, (total, mass, stray), batch.mask, len(self._sums)):
-            for t, (total, mass, stray) in enumerate(finished):
+            del total, stray
+            for t in range(len(finished)):
+                total, mass, stray = finished.pop(0)  # gone once it is added: together they are as large as the sums
                 self._sums[t].add(total)
                 if mass is not None:
                     self._sinks[t].update(mass)
