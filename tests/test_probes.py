@@ -357,7 +357,8 @@ def test_moments_are_those_of_all_data(sizes, offset, seed) -> None:
         moments.update(values.where(valid, torch.nan), valid)
         (left if i % 2 else right).update(values, valid)
     left.merge(right)
-    left = Moments.from_state(left.state("x"), "x")
+    state, left = left.state("x"), Moments((3,))
+    left.load(state, "x")
     values, valid = torch.cat(data), torch.cat(masks)
     for j in range(3):
         column = values[valid[:, j], j]
@@ -383,6 +384,21 @@ def test_sums_do_not_lose_small_terms(monkeypatch) -> None:
         sums.merge(other)
         assert sums.total is not None
         assert float(sums.total) == pytest.approx(1 + 1e-5, abs=1.2e-7 if dtype == torch.float32 else 1e-12)
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 60))
+def test_large_terms_are_added_a_few_rows_at_a_time(heads: int, rows: int, at_once: int) -> None:
+    import posattn.probes.statistics as statistics
+
+    terms = [torch.randn(heads, rows, rows) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "_WIDENED", at_once)
+        sums = Sums(grow_axes=2)
+        for term in (terms[0][:, :1, :1], *terms):
+            sums.add(term)
+    expected = sum(term.double() for term in terms)
+    expected[:, :1, :1] += terms[0][:, :1, :1]
+    torch.testing.assert_close(sums.value, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_aligner_handles_gaps() -> None:

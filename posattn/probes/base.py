@@ -2,7 +2,7 @@
 
 A probe names the points that it `needs`, is shown them layer by layer (`update`), keeps running statistics only, and
 turns them into a result. The same object can be attached to many forward passes, merged with one that saw other
-documents, stored and restored.
+documents, stored and restored: all of that follows from its `statistics`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from posattn.errors import HookError, InputError
 from posattn.models.base import Batch, Model, Point
+from posattn.probes.statistics import Moments, Sums
 from posattn.results import Result
 
 
@@ -49,21 +50,56 @@ class Probe(abc.ABC):
             NothingMeasuredError: not a single document went through.
         """
 
-    @abc.abstractmethod
-    def merge(self, other: Any) -> None:
-        """Take in everything that `other`, a probe of the same settings, has measured."""
-
     def settings(self) -> dict[str, Any]:
         """JSON values that must agree for two probes to be merged or a checkpoint to be continued."""
         return {}
 
     @abc.abstractmethod
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Everything measured, as named tensors."""
+    def statistics(self) -> dict[str, Moments | Sums]:
+        """Everything measured, by name: what is merged and stored."""
 
     @abc.abstractmethod
+    def restart(self, facts: Mapping[str, Tensor]) -> None:
+        """Put new, empty statistics in place, as many as `facts` says; {}: as many as there were."""
+
+    def facts(self) -> dict[str, Tensor]:
+        """What `restart` must know to make statistics of the same kind."""
+        return {}
+
+    def adopt(self, other: Any) -> None:  # noqa: B027 (optional)
+        """Take over what `other` knows of its model, when this probe has measured nothing."""
+
+    def merge(self, other: Any) -> None:
+        """Take in everything that `other`, a probe of the same settings, has measured.
+
+        Raises:
+            InputError: its settings differ.
+        """
+        self._check_mergeable(other)
+        if not other.documents:
+            return
+        if not self.documents:
+            self.adopt(other)
+            self.load_state(other.state_tensors())
+            return
+        theirs = other.statistics()
+        for name, part in self.statistics().items():
+            part.merge(theirs[name])
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything measured, as named tensors."""
+        if not self.documents:
+            return {}
+        tensors = self.facts()
+        for name, part in self.statistics().items():
+            tensors |= part.state(name)
+        return tensors
+
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from what `state_tensors` gave."""
+        self.restart(tensors)
+        for name, part in self.statistics().items():
+            part.load(tensors, name)
 
     def _check_mergeable(self, other: Probe) -> None:
         if type(other) is not type(self) or other.settings() != self.settings():

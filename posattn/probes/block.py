@@ -25,7 +25,7 @@ from posattn.errors import InputError, NothingMeasuredError
 from posattn.models.base import Batch, Model, Point
 from posattn.probes.base import Probe, expect_shape
 from posattn.probes.session import Session, as_a_model
-from posattn.probes.statistics import Moments, Sums
+from posattn.probes.statistics import Moments, Sums, share
 from posattn.results import Result
 from posattn.tokens import Tokens, load_tokens
 
@@ -103,8 +103,7 @@ class BlockMixingProbe(Probe):
                 f"centres of shape {list(self.centres.shape)} do not fit {model.n_layers} layers of {model.d_model}"
             )
         if not self._lambda:
-            self._lambda = [Moments((2,)) for _ in model.layers]
-            self._vectors = [Sums() for _ in model.layers]
+            self.restart({"layers": torch.tensor(model.n_layers)})
 
     def update(self, layer: int, record: Mapping[str, Tensor], batch: Batch) -> None:
         for point in _PARTS:
@@ -121,7 +120,7 @@ class BlockMixingProbe(Probe):
             shift = self.centres[layer].to(parts[0])
             parts = [part - shift[i] for i, part in enumerate(parts)]
         x, a, m = (part.norm(dim=-1) for part in parts)
-        values = torch.stack([_share(a, x + a), _share(a, x + a + m)], -1)
+        values = torch.stack([share(a, x + a), share(a, x + a + m)], -1)
         weight = real.to(dtype) / real.sum(-1, keepdim=True)
         self._lambda[layer].update((values * weight[..., None]).sum(1).cpu())
 
@@ -130,7 +129,7 @@ class BlockMixingProbe(Probe):
             raise NothingMeasuredError("the block mixing probe saw no document: run the model while it is attached")
         mean = torch.stack([moments.mean for moments in self._lambda])
         std = torch.stack([moments.std for moments in self._lambda])
-        totals = torch.stack([_total(sums) for sums in self._vectors])
+        totals = torch.stack([sums.value for sums in self._vectors])
         return BlockMixing(
             attention=mean[:, 0].clone(),
             block=mean[:, 1].clone(),
@@ -141,30 +140,16 @@ class BlockMixingProbe(Probe):
             documents=self.documents,
         )
 
-    def merge(self, other: BlockMixingProbe) -> None:
-        self._check_mergeable(other)
-        if not other.documents:
-            return
-        if not self.documents:
-            self.load_state(other.state_tensors())
-            return
-        for mine, theirs in zip(self._lambda, other._lambda, strict=True):
-            mine.merge(theirs)
-        for mine, theirs in zip(self._vectors, other._vectors, strict=True):
-            mine.merge(theirs)
+    def statistics(self) -> dict[str, Moments | Sums]:
+        parts: dict[str, Moments | Sums] = {f"lambda.{t}": one for t, one in enumerate(self._lambda)}
+        return parts | {f"vectors.{t}": one for t, one in enumerate(self._vectors)}
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        if not self.documents:
-            return {}
-        tensors: dict[str, Tensor] = {"layers": torch.tensor(len(self._lambda))}
-        for t, (moments, sums) in enumerate(zip(self._lambda, self._vectors, strict=True)):
-            tensors |= {**moments.state(f"lambda.{t}"), **sums.state(f"vectors.{t}")}
-        return tensors
+    def facts(self) -> dict[str, Tensor]:
+        return {"layers": torch.tensor(len(self._lambda))}
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        layers = range(int(tensors["layers"])) if tensors else range(0)
-        self._lambda = [Moments.from_state(tensors, f"lambda.{t}") for t in layers]
-        self._vectors = [Sums.from_state(tensors, f"vectors.{t}") for t in layers]
+    def restart(self, facts: Mapping[str, Tensor]) -> None:
+        layers = range(int(facts["layers"]) if facts else len(self._lambda))
+        self._lambda, self._vectors = [Moments((2,)) for _ in layers], [Sums() for _ in layers]
 
 
 def measure_block_mixing(model: Any, tokens: Tokens | Int[Tensor, "m n"]) -> tuple[BlockMixing, BlockMixing]:
@@ -183,13 +168,3 @@ def measure_block_mixing(model: Any, tokens: Tokens | Int[Tensor, "m n"]) -> tup
                 model(ids.to(model.device), None if mask is None else mask.to(model.device))
         found.append(probe.result(model))
     return found[0], found[1]
-
-
-def _total(sums: Sums) -> Tensor:
-    assert sums.total is not None
-    return sums.total.cpu().double()
-
-
-def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """part/whole, and 0 where both are 0."""
-    return part / torch.where(whole == 0, torch.ones_like(whole), whole)

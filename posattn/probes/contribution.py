@@ -52,7 +52,7 @@ from torch import Tensor
 from posattn.errors import HookError, InputError, NothingMeasuredError
 from posattn.models.base import Batch, LayerInfo, Model, OutputMap, Point
 from posattn.probes.base import Probe, expect_shape
-from posattn.probes.statistics import Aligner, Moments, Sums
+from posattn.probes.statistics import Aligner, Moments, Sums, share
 from posattn.results import Result
 
 if TYPE_CHECKING:
@@ -159,12 +159,8 @@ class ContributionProbe(Probe):
         self._layers: tuple[LayerInfo, ...] = ()
         self._outputs: list[OutputMap] = []
         self._scales: list[float] = []
-        self._allocate(0)
-
-    def _allocate(self, layers: int) -> None:
-        self._sums = {kind: [Sums(grow_axes=2) for _ in range(layers)] for kind in self.kinds}
-        self._counts = [Sums(grow_axes=1) for _ in range(layers)]
-        self._positions = [Moments((3, 0), grows=True) for _ in range(layers)]
+        self._counts: list[Sums] = []
+        self.restart({})
 
     @property
     def needs(self) -> frozenset[Point]:
@@ -177,7 +173,7 @@ class ContributionProbe(Probe):
 
     @property
     def documents(self) -> int:
-        return int(min((_count(c)[0] for c in self._counts), default=0))
+        return int(min((counts.value.max() for counts in self._counts), default=0))  # all reach the first position
 
     def settings(self) -> dict[str, Any]:
         return {"kinds": list(self.kinds), "heads": self.heads}
@@ -188,7 +184,7 @@ class ContributionProbe(Probe):
         self._outputs = [model.output_map(t) for t in range(model.n_layers)]
         self._scales = [model.scheme(t, 2).scale for t in range(model.n_layers)]
         if not self._counts:
-            self._allocate(model.n_layers)
+            self.restart(self.facts())
 
     def update(self, layer: int, record: Mapping[str, Tensor], batch: Batch) -> None:
         info, output = self._layers[layer], self._outputs[layer]
@@ -223,20 +219,20 @@ class ContributionProbe(Probe):
             size = sizes.square().mean(-1).sqrt()
             stream = x.square().sum(-1)
             if "energy" in total:
-                total["energy"][:n, :n] += _ratio(squares, stream)
+                total["energy"][:n, :n] += share(squares, stream)
             if "head_gain" in total:
-                gain = weights * _ratio(sizes, stream.sqrt()[:, None]).T[:, None]
+                gain = weights * share(sizes, stream.sqrt()[:, None]).T[:, None]
                 total["head_gain"][:, :n, :n] += gain if scale is None else gain / scale
             if "key" in total:
                 q, k, z = (pick(record[point]).to(dtype) for point in ("q", "k", "z"))
                 through = key_norms(weights, q, k - k.mean(0), v, z, output, self._scales[layer], scale)
-                total["key"][:n, :n] += _ratio(through, stream)
+                total["key"][:n, :n] += share(through, stream)
             if "value_norm" in total:
                 total["value_norm"][:n, :n] += squares.sqrt()
             if "projection" in total:
                 total["projection"][:n, :n] += projections(weights, v, a, output, scale).clamp_(min=0)
             reads = x if info.parallel else x + a
-            facts[b, 0, :n] = _ratio(m.square().sum(-1), reads.square().sum(-1))
+            facts[b, 0, :n] = share(m.square().sum(-1), reads.square().sum(-1))
             later = torch.arange(n - 1, -1, -1, device=x.device).clamp(min=1)
             facts[b, 1, :n] = (weights.sum((0, 1)) - weights.diagonal(dim1=1, dim2=2).sum(0)) / (len(weights) * later)
             facts[b, 2, :n] = size
@@ -252,14 +248,12 @@ class ContributionProbe(Probe):
             raise NothingMeasuredError(
                 "the contribution probe saw no document: run the model while the probe is attached"
             )
-        counts = _count(self._counts[0])
+        counts = self._counts[0].value
         kernels: dict[str, Tensor] = {}
         for kind, sums in self._sums.items():
             layers = []
             for one in sums:
-                assert one.total is not None
-                # counts belong to targets, the last axis but one
-                mean = one.total.cpu().double() / counts[:, None]
+                mean = one.value / counts[:, None]  # counts belong to targets, the last axis but one
                 layers.append((as_distribution(mean) if kind in ("projection", "value_norm") else mean).float())
             kernels[kind] = torch.stack(layers)
         facts = torch.stack([moments.mean for moments in self._positions])
@@ -276,42 +270,24 @@ class ContributionProbe(Probe):
             documents=self.documents,
         )
 
-    def merge(self, other: ContributionProbe) -> None:
-        self._check_mergeable(other)
-        if not other.documents:
-            return
-        if not self.documents:
-            self._layers, self._outputs, self._scales = other._layers, other._outputs, other._scales
-            self.load_state(other.state_tensors())
-            return
-        for kind, sums in self._sums.items():
-            for mine, theirs in zip(sums, other._sums[kind], strict=True):
-                mine.merge(theirs)
-        for a, b in zip(self._counts, other._counts, strict=True):
-            a.merge(b)
-        for a, b in zip(self._positions, other._positions, strict=True):
-            a.merge(b)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        if not self.documents:
-            return {}
-        tensors: dict[str, Tensor] = {"parallel": torch.tensor([info.parallel for info in self._layers])}
+    def statistics(self) -> dict[str, Moments | Sums]:
+        parts: dict[str, Moments | Sums] = {}
         for t, (counts, positions) in enumerate(zip(self._counts, self._positions, strict=True)):
-            tensors |= {**counts.state(f"count.{t}"), **positions.state(f"position.{t}")}
-            for kind in self.kinds:
-                tensors |= self._sums[kind][t].state(f"{kind}.{t}")
-        return tensors
+            parts |= {f"count.{t}": counts, f"position.{t}": positions}
+            parts |= {f"{kind}.{t}": self._sums[kind][t] for kind in self.kinds}
+        return parts
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        if not tensors:
-            self._allocate(len(self._counts))
-            return
-        layers = range(len(tensors["parallel"]))
-        self._counts = [Sums.from_state(tensors, f"count.{t}", grow_axes=1) for t in layers]
-        self._positions = [Moments.from_state(dict(tensors), f"position.{t}", grows=True) for t in layers]
-        self._sums = {
-            kind: [Sums.from_state(tensors, f"{kind}.{t}", grow_axes=2) for t in layers] for kind in self.kinds
-        }
+    def facts(self) -> dict[str, Tensor]:
+        return {"parallel": torch.tensor([info.parallel for info in self._layers])}
+
+    def restart(self, facts: Mapping[str, Tensor]) -> None:
+        layers = range(len(facts["parallel"]) if facts else len(self._counts))
+        self._sums = {kind: [Sums(grow_axes=2) for _ in layers] for kind in self.kinds}
+        self._counts = [Sums(grow_axes=1) for _ in layers]
+        self._positions = [Moments((3, 0), grows=True) for _ in layers]
+
+    def adopt(self, other: ContributionProbe) -> None:
+        self._layers, self._outputs, self._scales = other._layers, other._outputs, other._scales
 
 
 # ---- one layer of one document --------------------------------------------------------------------------------------
@@ -415,7 +391,7 @@ def projections(
     inner = pattern.new_zeros(pattern.shape[1:])
     for head in range(pattern.shape[0]):
         inner += pattern[head] * (towards[head] @ by_head[head])
-    return _ratio(inner, attn_out.square().sum(-1, keepdim=True))
+    return share(inner, attn_out.square().sum(-1, keepdim=True))
 
 
 def as_distribution(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
@@ -423,14 +399,3 @@ def as_distribution(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batc
     mass = kernel.sum(-1, keepdim=True)
     identity = torch.eye(kernel.shape[-1], dtype=kernel.dtype, device=kernel.device)
     return torch.where(mass > 0, kernel / torch.where(mass > 0, mass, torch.ones_like(mass)), identity)
-
-
-def _ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """part/whole, and 0 where the whole is 0."""
-    nothing = whole == 0
-    return torch.where(nothing, torch.zeros_like(part), part / torch.where(nothing, torch.ones_like(whole), whole))
-
-
-def _count(counts: Sums) -> Tensor:
-    """Documents behind each row [n]; [0] before anything was seen."""
-    return torch.zeros(1, dtype=torch.float64) if counts.total is None else counts.total.cpu().double()

@@ -109,11 +109,13 @@ def cotangent_gains(
     for ids, mask in tokens:
         noisy.run(ids.to(model.device), None if mask is None else mask.to(model.device))
     counts = noisy.counts()
-    value, key = (torch.stack([_mean(s, counts[:, None]) for s in sums]).float() for sums in (noisy.value, noisy.key))
+    value, key = (
+        torch.stack([one.value / counts[:, None] for one in sums]).float() for sums in (noisy.value, noisy.key)
+    )
     return Gains(
         value=value,
         key=key,
-        mlp=torch.stack([_mean(s, counts) for s in noisy.mlp]),
+        mlp=torch.stack([one.value / counts for one in noisy.mlp]),
         counts=counts.long(),
         parallel=tuple(info.parallel for info in model.layers),
         documents=tokens.documents,
@@ -136,8 +138,7 @@ class _Noisy:
         self._done = 0
 
     def counts(self) -> Tensor:
-        assert self._counts.total is not None
-        return self._counts.total.double()
+        return self._counts.value
 
     def run(self, ids: Tensor, mask: Tensor | None) -> None:
         half = ids.shape[0]
@@ -213,8 +214,3 @@ class _Noisy:
         self.value[layer].add(value)
         self.key[layer].add(key)
         self.mlp[layer].add(mlp)
-
-
-def _mean(sums: Sums, counts: Tensor) -> Tensor:
-    assert sums.total is not None
-    return sums.total.cpu().double() / counts

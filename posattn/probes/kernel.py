@@ -109,12 +109,7 @@ class KernelProbe(Probe):
             raise HookError(f"per-head kernels need equally many heads in every layer, the model has {self._heads}")
         self._has_sink = [model.scheme(t, 2).sinks is not None for t in range(model.n_layers)]
         if not self._sums:
-            self._allocate(model.n_layers)
-
-    def _allocate(self, layers: int) -> None:
-        self._sums = [Sums(grow_axes=2) for _ in range(layers)]
-        self._counts = Sums(grow_axes=1)
-        self._sinks = [Moments((heads,)) for heads in self._heads]
+            self.restart({})
 
     def update(self, layer: int, record: Mapping[str, Tensor], batch: Batch) -> None:
         pattern = record["pattern"]
@@ -152,12 +147,10 @@ class KernelProbe(Probe):
     def result(self, model: Model | None = None) -> Kernels:
         if not self.documents:
             raise NothingMeasuredError("the kernel probe saw no document: run the model while the probe is attached")
-        assert self._counts.total is not None
-        counts = self._counts.total.cpu().double()
+        counts = self._counts.value
         kernels, masses = [], []
         for sums, heads in zip(self._sums, self._heads, strict=True):
-            assert sums.total is not None
-            mean = sums.total.cpu().double() / counts[:, None]
+            mean = sums.value / counts[:, None]
             mean = mean if self.per_head else mean / heads
             mass = mean.sum(-1, keepdim=True)
             # a row without any mass (everything in the sink) stays empty rather than becoming NaN
@@ -173,32 +166,18 @@ class KernelProbe(Probe):
             documents=self.documents,
         )
 
-    def merge(self, other: KernelProbe) -> None:
-        self._check_mergeable(other)
-        if not other.documents:
-            return
-        if not self.documents:
-            self.load_state(other.state_tensors())
-            return
-        for mine, theirs in zip([*self._sums, self._counts], [*other._sums, other._counts], strict=True):
-            mine.merge(theirs)
-        for a, b in zip(self._sinks, other._sinks, strict=True):
-            a.merge(b)
+    def statistics(self) -> dict[str, Moments | Sums]:
+        parts: dict[str, Moments | Sums] = {"count": self._counts}
+        parts |= {f"sum.{t}": one for t, one in enumerate(self._sums)}
+        return parts | {f"sink.{t}": one for t, one in enumerate(self._sinks)}
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        if not self.documents:
-            return {}
-        tensors = {"heads": torch.tensor(self._heads), **self._counts.state("count")}
-        for t, (sums, sinks) in enumerate(zip(self._sums, self._sinks, strict=True)):
-            tensors |= {**sums.state(f"sum.{t}"), **sinks.state(f"sink.{t}")}
-        return tensors
+    def facts(self) -> dict[str, Tensor]:
+        return {"heads": torch.tensor(self._heads)}
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        if not tensors:
-            self._allocate(len(self._sums))
-            return
-        self._heads = tensors["heads"].tolist()
+    def restart(self, facts: Mapping[str, Tensor]) -> None:
+        if facts:
+            self._heads = facts["heads"].tolist()
         layers = range(len(self._heads))
-        self._sums = [Sums.from_state(tensors, f"sum.{t}", grow_axes=2) for t in layers]
-        self._counts = Sums.from_state(tensors, "count", grow_axes=1)
-        self._sinks = [Moments.from_state(tensors, f"sink.{t}") for t in layers]
+        self._sums = [Sums(grow_axes=2) for _ in layers]
+        self._counts = Sums(grow_axes=1)
+        self._sinks = [Moments((heads,)) for heads in self._heads]

@@ -26,7 +26,7 @@ from torch import Tensor
 from posattn.errors import NothingMeasuredError
 from posattn.models.base import Batch, Model, Point
 from posattn.probes.base import Probe, expect_shape
-from posattn.probes.statistics import Aligner, Moments, Pending
+from posattn.probes.statistics import Aligner, Moments, Pending, Sums, share
 from posattn.results import Result
 
 if TYPE_CHECKING:
@@ -107,9 +107,7 @@ class MixingProbe(Probe):
         self._layers = 0
         self._pending = Pending()
         self._align = Aligner()
-        self._whole = Moments()  # [T, 3]: token, frobenius, largest share
-        self._position = Moments()  # [T, N]
-        self._share = Moments()  # [T, N]
+        self.restart({})
 
     @property
     def needs(self) -> frozenset[Point]:
@@ -117,12 +115,14 @@ class MixingProbe(Probe):
 
     @property
     def documents(self) -> int:
-        return int(self._whole.count.min()) if self._whole.count.dim() else 0
+        return int(self._whole.count.min()) if self._layers else 0
 
     def begin(self, model: Model) -> None:
         self._check_layers(self._layers, model)
-        self._layers = model.n_layers
         self._pending.clear()
+        if not self._layers:
+            self._layers = model.n_layers
+            self.restart({})
 
     def update(self, layer: int, record: Mapping[str, Tensor], batch: Batch) -> None:
         for point in ("resid_pre", "attn_out"):
@@ -139,21 +139,17 @@ class MixingProbe(Probe):
             torch.stack([alignment.rows(pair[i].to(mask.device)) for pair in norms], 1).cpu().double() for i in (0, 1)
         )  # [b,t,n]
         valid, lengths = alignment.valid.cpu()[:, None], alignment.lengths.cpu()[:, None]
-        position = _share(a, x + a)
+        position = share(a, x + a)
         squares = x.square()
         total = squares.sum(-1)
-        share = _share(squares, total[..., None])
+        shares = share(squares, total[..., None])
         frobenius = a.square().sum(-1).sqrt()
         whole = torch.stack(
-            [position.sum(-1) / lengths, _share(frobenius, total.sqrt() + frobenius), share.amax(-1)], -1
+            [position.sum(-1) / lengths, share(frobenius, total.sqrt() + frobenius), shares.amax(-1)], -1
         )
-        if not self._whole.count.dim():
-            self._whole = Moments((self._layers, 3))
-            self._position = Moments((self._layers, 0), grows=True)
-            self._share = Moments((self._layers, 0), grows=True)
         self._whole.update(whole)
         self._position.update(position, valid.expand_as(position))
-        self._share.update(share, valid.expand_as(share))
+        self._share.update(shares, valid.expand_as(shares))
 
     def result(self, model: Model | None = None) -> Mixing:
         if not self.documents:
@@ -172,29 +168,15 @@ class MixingProbe(Probe):
             documents=self.documents,
         )
 
-    def merge(self, other: MixingProbe) -> None:
-        self._check_mergeable(other)
-        if not other.documents:
-            return
-        if not self.documents:
-            self.load_state(other.state_tensors())
-            return
-        self._whole.merge(other._whole)
-        self._position.merge(other._position)
-        self._share.merge(other._share)
+    def statistics(self) -> dict[str, Moments | Sums]:
+        return {"whole": self._whole, "position": self._position, "share": self._share}
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        if not self.documents:
-            return {}
-        return {**self._whole.state("whole"), **self._position.state("position"), **self._share.state("share")}
+    def restart(self, facts: Mapping[str, Tensor]) -> None:
+        self._whole = Moments((self._layers, 3))  # token, frobenius, largest share
+        self._position, self._share = (Moments((self._layers, 0), grows=True) for _ in range(2))
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        if not tensors:
-            self._whole, self._position, self._share = Moments(), Moments(), Moments()
-            return
-        self._whole = Moments.from_state(tensors, "whole")
-        self._position = Moments.from_state(tensors, "position", grows=True)
-        self._share = Moments.from_state(tensors, "share", grows=True)
+        super().load_state(tensors)
         self._layers = self._whole.shape[0]
 
 
@@ -202,8 +184,3 @@ def _norms(tensor: Tensor) -> Tensor:
     """L2 norm over features [b,n], accumulated in float32 at least."""
     dtype = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype)
-
-
-def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """part/whole, and 0 where both are 0."""
-    return part / torch.where(whole == 0, torch.ones_like(whole), whole)

@@ -29,7 +29,7 @@ from posattn.errors import HookError, NothingMeasuredError
 from posattn.models.base import Batch, Model, Point, PositionScheme
 from posattn.models.positions import rotate
 from posattn.probes.base import Probe, expect_shape
-from posattn.probes.statistics import Aligner, Pending, Sums, accumulator
+from posattn.probes.statistics import Aligner, Moments, Pending, Sums, accumulator
 from posattn.results import Result
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class PositionalProbe(Probe):
         self._windows: list[int | None] = []
         self._slopes: list[Tensor] = []
         self._schemes: dict[tuple[int, int], PositionScheme] = {}
-        self._documents = 0
+        self._documents = Sums()
 
     @property
     def needs(self) -> frozenset[Point]:
@@ -107,7 +107,7 @@ class PositionalProbe(Probe):
 
     @property
     def documents(self) -> int:
-        return self._documents
+        return int(self._documents.value)
 
     def begin(self, model: Model) -> None:
         self._check_layers(len(self._logits), model)
@@ -123,13 +123,7 @@ class PositionalProbe(Probe):
             for heads, scheme in zip(self._heads, schemes, strict=True)
         ]
         if not self._logits:
-            self._allocate(model.n_layers)
-
-    def _allocate(self, layers: int) -> None:
-        self._logits = [Sums(grow_axes=1) for _ in range(layers)]
-        self._content = [Sums(grow_axes=1) for _ in range(layers)]
-        self._counts = [Sums(grow_axes=1) for _ in range(layers)]
-        self._documents = 0
+            self.restart({"layers": torch.tensor(model.n_layers)})
 
     def _scheme(self, layer: int, length: int) -> PositionScheme:
         assert self._model is not None
@@ -176,7 +170,7 @@ class PositionalProbe(Probe):
                 self._logits[t].add(logits)
                 self._content[t].add(content)
                 self._counts[t].add(pairs)
-            self._documents += len(lengths)
+            self._documents.add(torch.tensor(float(len(lengths))))
 
     def result(self, model: Model | None = None) -> PositionalLogits:
         if not self.documents:
@@ -191,11 +185,7 @@ class PositionalProbe(Probe):
 
         logits, contents, diagonals, counts = [], [], [], []
         for with_position, alone, pairs in zip(self._logits, self._content, self._counts, strict=True):
-            assert with_position.total is not None
-            assert alone.total is not None
-            assert pairs.total is not None
-            count = pairs.total.cpu().double()
-            sums, content = with_position.total.cpu().double(), alone.total.cpu().double()
+            count, sums, content = pairs.value, with_position.value, alone.value
             below = count[1:].sum()
             # with one position (or a window of one) nothing is below the diagonal, and β has nothing to differ from
             lower = content[:, 1:].sum(-1) / below.clamp(min=1)
@@ -215,48 +205,23 @@ class PositionalProbe(Probe):
             documents=self.documents,
         )
 
-    def merge(self, other: PositionalProbe) -> None:
-        self._check_mergeable(other)
-        if not other.documents:
-            return
-        if not self.documents:
-            self._heads, self._kinds = other._heads, other._kinds
-            self._windows, self._slopes = other._windows, other._slopes
-            self.load_state(other.state_tensors())
-            return
-        for mine, theirs in (
-            (self._logits, other._logits),
-            (self._content, other._content),
-            (self._counts, other._counts),
-        ):
-            for a, b in zip(mine, theirs, strict=True):
-                a.merge(b)
-        self._documents += other.documents
+    def statistics(self) -> dict[str, Moments | Sums]:
+        parts: dict[str, Moments | Sums] = {"documents": self._documents}
+        for name, sums in (("logits", self._logits), ("content", self._content), ("pairs", self._counts)):
+            parts |= {f"{name}.{t}": one for t, one in enumerate(sums)}
+        return parts
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        if not self.documents:
-            return {}
-        tensors: dict[str, Tensor] = {
-            "documents": torch.tensor(self._documents),
-            "layers": torch.tensor(len(self._logits)),
-        }
-        for t, (logits, content, pairs) in enumerate(zip(self._logits, self._content, self._counts, strict=True)):
-            tensors |= {
-                **logits.state(f"logits.{t}"),
-                **content.state(f"content.{t}"),
-                **pairs.state(f"pairs.{t}"),
-            }
-        return tensors
+    def facts(self) -> dict[str, Tensor]:
+        return {"layers": torch.tensor(len(self._logits))}
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        if not tensors:
-            self._allocate(len(self._logits))
-            return
-        layers = range(int(tensors["layers"]))
-        self._logits = [Sums.from_state(tensors, f"logits.{t}", grow_axes=1) for t in layers]
-        self._content = [Sums.from_state(tensors, f"content.{t}", grow_axes=1) for t in layers]
-        self._counts = [Sums.from_state(tensors, f"pairs.{t}", grow_axes=1) for t in layers]
-        self._documents = int(tensors["documents"])
+    def restart(self, facts: Mapping[str, Tensor]) -> None:
+        layers = range(int(facts["layers"]) if facts else len(self._logits))
+        self._logits, self._content, self._counts = ([Sums(grow_axes=1) for _ in layers] for _ in range(3))
+        self._documents = Sums()
+
+    def adopt(self, other: PositionalProbe) -> None:
+        self._heads, self._kinds = other._heads, other._kinds
+        self._windows, self._slopes = other._windows, other._slopes
 
 
 def document_sums(

@@ -1,7 +1,7 @@
 """Running statistics: what a probe keeps instead of the data.
 
 Memory does not grow with the number of batches; two statistics merge into the one that all data would have given;
-`state` and `load_state` move them to and from named tensors. Neither the batch size nor the order of documents
+`state` and `load` move them to and from named tensors. Neither the batch size nor the order of documents
 changes a result beyond rounding: everything is added up in float64 (on devices that lack it, in float32 with a
 compensation term).
 
@@ -88,12 +88,11 @@ class Moments:
         """The statistics as named tensors."""
         return {f"{prefix}.count": self.count, f"{prefix}.mean": self.mean, f"{prefix}.m2": self.m2}
 
-    @classmethod
-    def from_state(cls, tensors: Mapping[str, Tensor], prefix: str, grows: bool = False) -> Moments:
-        """The statistics that `state(prefix)` described."""
-        made = cls(tuple(tensors[f"{prefix}.count"].shape), grows)
-        made.count, made.mean, made.m2 = (tensors[f"{prefix}.{part}"].clone() for part in ("count", "mean", "m2"))
-        return made
+    def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        """Go on from what `state(prefix)` gave; from nothing where `tensors` does not hold it."""
+        if f"{prefix}.count" in tensors:
+            self.count, self.mean, self.m2 = (tensors[f"{prefix}.{part}"].clone() for part in ("count", "mean", "m2"))
+            self.shape = tuple(self.count.shape)
 
 
 class Sums:
@@ -139,18 +138,20 @@ class Sums:
         lost = {} if self._lost is None else {f"{prefix}.lost": self._lost}
         return {f"{prefix}.total": self.total, **lost}
 
-    @classmethod
-    def from_state(cls, tensors: Mapping[str, Tensor], prefix: str, grow_axes: int = 0) -> Sums:
-        """The sum that `state(prefix)` described. It moves to the device of the first term that is added."""
-        made = cls(grow_axes)
+    def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        """Go on from what `state(prefix)` gave, on the device of the next term; from nothing where there is none."""
         if f"{prefix}.total" in tensors:
-            made.total = tensors[f"{prefix}.total"].clone()
+            self.total = tensors[f"{prefix}.total"].clone()
             lost = tensors.get(f"{prefix}.lost")
-            made._lost = None if lost is None else lost.clone()
-        return made
+            self._lost = None if lost is None else lost.clone()
+
+    @property
+    def value(self) -> Tensor:
+        """The sum in float64 on the CPU; 0 before anything was added."""
+        return torch.zeros((), dtype=torch.float64) if self.total is None else self.total.cpu().double()
 
     def _move(self, device: torch.device) -> None:
-        """After `from_state`, the total is on the CPU: bring it to where the data is."""
+        """After `load`, the total is on the CPU: bring it to where the data is."""
         if self.total is None or self.total.device == device:
             return
         dtype = accumulator(device)
@@ -175,6 +176,12 @@ class Sums:
                     new[_corner(old, self.grow_axes)] = old
                     setattr(self, name, new)
         return self.total[_corner(term, self.grow_axes)]
+
+
+def share(part: Tensor, whole: Tensor) -> Tensor:
+    """part/whole, and 0 where the whole is 0."""
+    nothing = whole == 0
+    return torch.where(nothing, torch.zeros_like(part), part / torch.where(nothing, torch.ones_like(whole), whole))
 
 
 def _add(total: Tensor, term: Tensor) -> None:

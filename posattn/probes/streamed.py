@@ -36,7 +36,7 @@ from posattn.models.positions import real_positions, rotate
 from posattn.models.tiles import weight_blocks
 from posattn.probes.base import expect_shape
 from posattn.probes.kernel import KernelProbe, Kernels
-from posattn.probes.statistics import Sums
+from posattn.probes.statistics import Moments, Sums
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,10 +87,6 @@ class StreamedKernelProbe(KernelProbe):
         self._model = model
         self._schemes.clear()
         super().begin(model)
-
-    def _allocate(self, layers: int) -> None:
-        super()._allocate(layers)
-        self._stray = [Sums(grow_axes=1) for _ in range(layers)]
 
     def _scheme(self, layer: int, mask: Tensor) -> PositionScheme:
         assert self._model is not None
@@ -143,19 +139,16 @@ class StreamedKernelProbe(KernelProbe):
     def result(self, model: Model | None = None) -> Kernels:
         if self.bins is None or not self.documents:
             return super().result(model)
-        assert self._counts.total is not None
-        rows = self._counts.total.cpu().double()
+        rows = self._counts.value
         size = -(-len(rows) // self.bins)
         counts = by_bin(rows, self.bins)
         kernels, masses, strays, worst = [], [], [], []
         for sums, stray, heads in zip(self._sums, self._stray, self._heads, strict=True):
-            assert sums.total is not None
-            assert stray.total is not None
-            mean = sums.total.cpu().double() / counts[:, None] / heads
+            mean = sums.value / counts[:, None] / heads
             mass = mean.sum(-1, keepdim=True)
             kernels.append((mean / torch.where(mass == 0, torch.ones_like(mass), mass)).float())
             masses.append(mass[:, 0])
-            off = stray.total.cpu().double()
+            off = stray.value
             strays.append(by_bin(off, self.bins) / counts)
             worst.append((off / rows).max())
         width = max(self._heads)
@@ -172,23 +165,13 @@ class StreamedKernelProbe(KernelProbe):
             width=self.bins,
         )
 
-    def merge(self, other: StreamedKernelProbe) -> None:  # type: ignore[override]
-        had = bool(self.documents)
-        super().merge(other)
-        if had and other.documents:
-            for mine, theirs in zip(self._stray, other._stray, strict=True):
-                mine.merge(theirs)
+    def statistics(self) -> dict[str, Moments | Sums]:
+        binned = {} if self.bins is None else {f"stray.{t}": one for t, one in enumerate(self._stray)}
+        return super().statistics() | binned
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        tensors = super().state_tensors()
-        if tensors and self.bins is not None:
-            for t, stray in enumerate(self._stray):
-                tensors |= stray.state(f"stray.{t}")
-        return tensors
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_state(tensors)
-        self._stray = [Sums.from_state(tensors, f"stray.{t}", grow_axes=1) for t in range(len(self._sums))]
+    def restart(self, facts: Mapping[str, Tensor]) -> None:
+        super().restart(facts)
+        self._stray = [Sums(grow_axes=1) for _ in self._sums]
 
 
 def add_document(
