@@ -82,14 +82,14 @@ class Case:
 
 
 CASES = [
-    Case("SmolLM2-135M", "docs", 64, 2, perturb=2),
+    Case("SmolLM2-135M", "docs", 64, 16, perturb=2),
     Case("SmolLM2-135M", "docs", 128, 8, block=True),
     Case("SmolLM2-135M", "docs", 256, 32),
     Case("SmolLM2-135M", "docs", 256, 4, bos=True),
     Case("SmolLM2-135M", "code", 256, 6),
     Case("SmolLM2-135M", "shuffled", 256, 4),
-    Case("SmolLM2-135M", "docs", 512, 2),
-    Case("SmolLM2-135M", "docs", 1024, 1),
+    Case("SmolLM2-135M", "docs", 512, 6),
+    Case("SmolLM2-135M", "docs", 1024, 2),
     Case("untrained", "docs", 128, 8),
     Case("untrained", "docs", 256, 8),
     *[
