@@ -90,11 +90,27 @@ def long_context(report: Mapping[str, Any]) -> list[str]:
         f"reported: largest difference {max(report['differences'].values(), default=float('nan')):.1e}.",
         "",
     ]
+    ratio = report.get("memory_ratio") or {}
     rows = [
-        [f"`{way}`", seconds(found["seconds"]), size(found["peak_bytes"]), size(found.get("state_bytes"))]
+        [
+            f"`{way}`",
+            seconds(found["seconds"]),
+            size(found["peak_bytes"]),
+            f"{ratio[way]:.1f}×" if way in ratio else "",
+            size(found.get("state_bytes")),
+        ]
         for way, found in report["ways"].items()
     ]
-    return lines + table(["way", "wall", "peak memory", "of it the result"], rows)
+    lines += table(["way", "wall", "peak memory", "below materialised", "of it running sums"], rows)
+    if "streamed, whole" in ratio:
+        kernels = 8 * shape["layers"] * report["length"] ** 2
+        lines += [
+            "",
+            "The aim of a peak ten times below the materialised one is for bins. Whole kernels cannot reach it: their "
+            f"sums alone, `[layers, N, N]` in float64, are {size(kernels)}, and a pass keeps its own in float32 until "
+            "its last layer has reported.",
+        ]
+    return lines
 
 
 def structured(report: Mapping[str, Any]) -> list[str]:
