@@ -7,17 +7,20 @@ traceback); 130 when interrupted. Nothing heavy is imported before a command run
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from posattn import __version__
-from posattn.errors import PosattnError
+from posattn.errors import InputError, PosattnError
 
 app = typer.Typer(
     name="posattn",
@@ -29,11 +32,38 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+#: exit code of a command that Ctrl-C ended
+INTERRUPTED = 130
+
 #: commands in the order of the help page; each is a function of that name in a module of that name
 COMMANDS = ("profile", "heads", "simulate", "train", "lengths", "compare", "figure", "models", "bench")
 
+
+def option_name(command: Callable[..., Any], parameter: str) -> str:
+    """How an option is written on the command line, by the name of the command's parameter."""
+    for item in getattr(get_type_hints(command, include_extras=True)[parameter], "__metadata__", ()):
+        # the first name is typer's `default` until it reads the annotation
+        names = [getattr(item, "default", None), *(getattr(item, "param_decls", None) or ())]
+        if found := [one for one in names if isinstance(one, str) and one.startswith("--")]:
+            return found[0]
+    return "--" + parameter.replace("_", "-")
+
+
+def _finite(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, refusing NaN and infinity for any option: they pass every comparison with a least and a most."""
+
+    @functools.wraps(command)
+    def checked(**values: Any) -> Any:
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InputError(f"{option_name(command, name)} must be a finite number, not {value}")
+        return command(**values)
+
+    return checked
+
+
 for _name in COMMANDS:
-    app.command(_name)(getattr(importlib.import_module(f"posattn.commands.{_name}"), _name))
+    app.command(_name)(_finite(getattr(importlib.import_module(f"posattn.commands.{_name}"), _name)))
 
 
 def _print_version(wanted: bool) -> bool:
@@ -63,9 +93,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with _together():
             code = app(arguments, standalone_mode=False, prog_name="posattn")
+        if code == INTERRUPTED:  # newer typers return it, older ones raise
+            return _fail("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
+        return _fail("interrupted", INTERRUPTED)
     except PosattnError as error:
         return _fail(str(error), 2, debug)
     except (MemoryError, RuntimeError) as error:
@@ -104,5 +136,11 @@ def _fail(message: str, code: int, debug: bool = False) -> int:
     if debug:
         traceback.print_exc()
     name = "posattn" if os.environ.get("WORLD_SIZE", "1") == "1" else f"posattn, process {os.environ.get('RANK')}"
-    print(f"{name}:", " ".join(message.split()), file=sys.stderr)
+    # on a line of its own: a progress bar that was cut short, or the terminal's ^C, may stand on this one
+    start = _CLEAR_LINE if sys.stderr.isatty() else ""
+    print(f"{start}{name}:", " ".join(message.split()), file=sys.stderr)
     return code
+
+
+#: return to the beginning of a terminal's line, and clear it
+_CLEAR_LINE = "\r\x1b[2K"

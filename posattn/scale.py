@@ -127,24 +127,30 @@ def duration(seconds: float) -> str:
 
 
 def shape_from_config(source: str | os.PathLike[str]) -> Shape:
-    """The shape of a model from its configuration: a folder, `bundled:NAME` or a hub name. No weights are read.
+    """The shape of a model from its configuration: a folder, a `.gguf` file, `bundled:NAME` or a hub name. No weights
+    are read.
 
     Raises:
+        InputError: no such `.gguf` file.
         UnsupportedModelError: there is no configuration, or no causal language model of its kind.
     """
     import transformers
 
-    from posattn.models.loading import quiet
+    from posattn.models.loading import gguf_folder, quiet
 
     name = os.fspath(source)
     place: str | Path = name
-    if name.startswith("bundled:"):
+    keywords = {}
+    if name.endswith(".gguf"):
+        path = Path(name).expanduser()
+        place, keywords = gguf_folder(path), {"gguf_file": path.name}
+    elif name.startswith("bundled:"):
         from posattn.models.bundled import bundled_path
 
         place = bundled_path(name)
     with quiet():
         try:
-            config = transformers.AutoConfig.from_pretrained(str(place))
+            config = transformers.AutoConfig.from_pretrained(str(place), **keywords)
             with torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(config)
         except Exception as error:  # upstream raises whatever it meets

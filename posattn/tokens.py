@@ -282,11 +282,22 @@ class _Reader(NamedTuple):
     one: bool = False  # one long text, to be cut into rows
 
 
-def _open(source: str, field: str, separator: str | None, split: str, subset: str | None, seed: int) -> _Reader:
+def check_source(source: str) -> None:
+    """Refuse a source of text that cannot be read, as far as that shows without reading it.
+
+    Raises:
+        DataError: a missing or empty file, a folder, a built-in text or a data set without a (known) name.
+    """
     if source.startswith("bundled:"):
-        return _bundled(source, seed)
+        if source != "bundled:python-docs":
+            raise DataError(f"unknown source {source}: the built-in text is bundled:python-docs")
+        return
     if source.startswith("hf:"):
-        return _streamed(source, source[3:], {"name": subset}, split, field, seed)
+        if not source[3:].strip(" /"):
+            raise DataError(f"{source!r} names no data set: write hf: and its name on the hub, as hf:owner/name")
+        return
+    if not source.strip():
+        raise DataError("the source of text has no name: give a file, hf:owner/name, or bundled:python-docs")
     path = Path(source)
     if path.is_dir():
         raise DataError(f"{source} is a folder: name a text, .jsonl, .parquet, .arrow or .csv file")
@@ -296,6 +307,15 @@ def _open(source: str, field: str, separator: str | None, split: str, subset: st
         )
     if path.stat().st_size == 0:
         raise DataError(f"{source} is empty: nothing to measure")
+
+
+def _open(source: str, field: str, separator: str | None, split: str, subset: str | None, seed: int) -> _Reader:
+    check_source(source)
+    if source.startswith("bundled:"):
+        return _bundled(source, seed)
+    if source.startswith("hf:"):
+        return _streamed(source, source[3:], {"name": subset}, split, field, seed)
+    path = Path(source)
     suffix = path.suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
         return _Reader(_json_lines(path, field, seed), source, field)
@@ -313,8 +333,6 @@ def _open(source: str, field: str, separator: str | None, split: str, subset: st
 
 
 def _bundled(source: str, seed: int) -> _Reader:
-    if source != "bundled:python-docs":
-        raise DataError(f"unknown source {source}: the built-in text is bundled:python-docs")
     import platform
     from pydoc_data.topics import topics
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import SupportsFloat
 
 #: plurals that are not made with an s
 _PLURALS = {
@@ -44,23 +45,24 @@ def listed(names: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
-def number(value: float, digits: int = 2, sign: bool = False) -> str:
+def number(value: SupportsFloat, digits: int = 2, sign: bool = False) -> str:
     """A number with a true minus sign; what would be rounded to nothing keeps its first digit ("0.0003").
 
     Below a millionth it is rounding, and "0".
     """
-    value = float(value)
-    if abs(value) < 1e-6:
+    exact = float(value)
+    if abs(exact) < 1e-6:
         return "0"
-    while float(f"{value:.{digits}f}") == 0:
+    while float(f"{exact:.{digits}f}") == 0:
         digits += 1
-    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+    return f"{exact:{'+' if sign else ''}.{digits}f}".replace("-", "−")
 
 
-def percent(share: float | None, digits: int = 0, *, less: str = "less than ", more: str = "more than ") -> str:
+def percent(share: SupportsFloat | None, digits: int = 0, *, less: str = "less than ", more: str = "more than ") -> str:
     """A share as a percentage that says "less than" where rounding would make it nothing, "more than" where all."""
     if share is None:
         return "–"
+    share = float(share)
     shown = f"{share:.{digits}%}"
     step = 10.0**-digits
     if share > 0 and float(shown[:-1]) == 0:
@@ -70,7 +72,7 @@ def percent(share: float | None, digits: int = 0, *, less: str = "less than ", m
     return shown.replace("-", "−")
 
 
-def tile(share: float | None, digits: int = 0) -> str:
+def tile(share: SupportsFloat | None, digits: int = 0) -> str:
     """A percentage with signs for words, where there is little room: "<1%"."""
     return percent(share, digits, less="<", more=">")
 
@@ -89,6 +91,6 @@ def sentence(text: str) -> str:
     return (text[:1].upper() if text[:1].isascii() else text[:1]) + text[1:] + ("" if text.endswith(".") else ".")
 
 
-def span(ends: Sequence[float], digits: int = 2) -> str:
+def span(ends: Sequence[SupportsFloat], digits: int = 2) -> str:
     """An interval: "0.10 to 0.20"."""
     return f"{number(ends[0], digits)} to {number(ends[1], digits)}"

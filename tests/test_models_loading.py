@@ -182,11 +182,24 @@ def test_gguf_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     refused(UnsupportedModelError, r"pip install 'posattn\[gguf\]'", file)
 
 
-def test_a_truncated_gguf(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty: copy or download it again"),
+        (b"GGUF\x03\x00", r"truncated or damaged \(6 bytes"),
+        (b"GGUF" + bytes([3, 0, 0, 0]) + bytes([255] * 40), "truncated or damaged"),
+        (b"<!doctype html>", "does not begin with the letters GGUF"),
+    ],
+)
+def test_a_file_that_is_no_whole_gguf(tmp_path: Path, content: bytes, says: str) -> None:
     pytest.importorskip("gguf")
+    from posattn.scale import shape_from_config
+
     file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF\x03\x00")
-    refused(UnsupportedModelError, "cannot be loaded", file)
+    file.write_bytes(content)
+    refused(UnsupportedModelError, says, file)
+    with pytest.raises(UnsupportedModelError):
+        shape_from_config(file)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import typer
 
-from posattn.commands import options, output
+from posattn.commands import checks, options, output
 from posattn.commands.documents import read_documents
 from posattn.errors import InputError, UnsupportedModelError
+from posattn.words import count
+
+#: tokens in each document of a text, unless --length says otherwise
+LENGTH = 128
 
 
 def heads(
@@ -36,12 +40,18 @@ def heads(
     ] = "8",
     tau: Annotated[float, typer.Option("--tau", min=0, help="How much larger changes of attention count more.")] = 1e-4,
     purity: Annotated[float, typer.Option("--purity", help="γ: how near a corner of the plane is pure.")] = 0.2,
-    max_swaps: Annotated[int, typer.Option("--max-swaps", min=1, help="For --level tokens: swaps a document.")] = 200,
+    max_swaps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--max-swaps", min=1, help="For --level tokens: swaps a document. [default: 200]"),
+    ] = None,
     no_rotary: Annotated[bool, typer.Option("--no-rotary", help="Leave the rotary frequencies out.")] = False,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Measure the loss with each class of heads removed.")
     ] = False,
-    ablation_mode: Annotated[str, typer.Option("--ablation-mode", help="zero, mean or position_mean.")] = "zero",
+    ablation_mode: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--ablation-mode", help="With --ablate: zero, mean or position_mean. [default: zero]"),
+    ] = None,
     out: options.Out = Path("posattn-out/heads"),
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
@@ -49,8 +59,16 @@ def heads(
     """Score every head: does it work by position or by symbol, through which frequencies, and does it matter?"""
     output.check_target(out, overwrite)
     output.quiet_libraries()
-    if level not in ("keys", "tokens"):
-        raise InputError(f"--level is keys or tokens, not {level!r}")
+    checks.choice("--level", level, ("keys", "tokens"))
+    checks.purity(purity)
+    checks.machine(device, dtype)
+    checks.source(text)
+    wanted = check_queries(chosen_queries(queries), known_length(model, text, length), seed)
+    check_mode(ablation_mode or "zero")
+    if ablation_mode is not None and not ablate:
+        raise InputError("--ablation-mode says how --ablate removes heads: add --ablate, or leave it out")
+    if max_swaps is not None and level != "tokens":
+        raise InputError("--max-swaps goes with --level tokens: with keys every swap is taken, exactly")
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
         from posattn.models.loading import load_model
 
@@ -61,7 +79,7 @@ def heads(
             loaded,
             text,
             length=length,
-            default=128,
+            default=LENGTH,
             samples=samples,
             batch_size=batch_size,
             bos=bos,
@@ -75,15 +93,15 @@ def heads(
             warnings,
             scores={
                 "level": level,
-                "queries": chosen_queries(queries),
+                "queries": wanted,
                 "tau": tau,
                 "batch_size": batch_size,
                 "seed": seed,
-                **({"max_swaps": max_swaps} if level == "tokens" else {}),
+                **({"max_swaps": max_swaps or 200} if level == "tokens" else {}),
             },
             purity=purity,
             rotary=not no_rotary,
-            ablate=ablation_mode if ablate else None,
+            ablate=(ablation_mode or "zero") if ablate else None,
             quiet=quiet,
         )
     output.tell(out, summary)
@@ -103,6 +121,40 @@ def chosen_queries(text: str) -> str | int | list[int]:
         return int(text)
     except ValueError:
         raise InputError(f"--queries is last, all, a number or positions such as 5,9,-1; not {text!r}") from None
+
+
+def known_length(model: str, text: str | None, length: int | None) -> int | None:
+    """How long the documents will be, as far as that is known before anything is loaded."""
+    if length is not None or text is not None:
+        return length or LENGTH
+    from posattn.tasks.lengths import model_task
+
+    task = model_task(model)
+    return LENGTH if task is None else task.length
+
+
+def check_queries(queries: str | int | list[int], length: int | None, seed: int) -> str | int | list[int]:
+    """The queries themselves, once a document of this length is known to have them.
+
+    Raises:
+        PosattnError: a document of `length` tokens has no such queries.
+    """
+    from posattn.heads.documents import choose_queries
+
+    if length is not None:
+        choose_queries(queries, length, seed)
+    return queries
+
+
+def check_mode(mode: str) -> None:
+    """Refuse an unknown way of removing heads.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    from posattn.heads.ablation import MODES
+
+    checks.choice("--ablation-mode", mode, MODES)
 
 
 def heads_into(
@@ -125,8 +177,9 @@ def heads_into(
     from posattn.reports.summaries import heads_summary, heads_tables
     from posattn.reports.write import plain, write_folder
 
-    count = sum(info.n_heads for info in model.layers)
-    output.say(f"scoring {count} heads on {tokens.documents} documents of {tokens.length} tokens", quiet)
+    heads = count(sum(info.n_heads for info in model.layers), "head")
+    documents = f"{count(tokens.documents, 'document')} of {count(tokens.length, 'token')}"
+    output.say(f"scoring {heads} on {documents}", quiet)
     found = score_heads(model, tokens, **scores)
     taxonomy = classify_heads(found, purity)
     usage = None

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from posattn.commands import options, output
+from posattn.commands import checks, options, output
 from posattn.commands.documents import DEFAULT
 from posattn.errors import InputError
+from posattn.words import count
 
 #: lengths of a text, as far as the model goes
 TEXT_LENGTHS = (64, 128, 256, 512)
@@ -56,6 +57,10 @@ def lengths(
     output.quiet_libraries()
     if text is not None and task is not None:
         raise InputError("name a --text or a --task, not both")
+    checks.choice("--mode", mode, ("zero", "mean"))
+    checks.purity(purity)
+    checks.machine(device, dtype)
+    checks.source(text)
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
         from posattn.models.loading import load_model
         from posattn.tasks.lengths import length_generalisation, model_task
@@ -64,15 +69,18 @@ def lengths(
         own = None if text is not None else model_task(model, task)
         if task is not None and own is None:
             raise InputError(f"{model} does not say which task it was trained on, so --task {task} cannot be checked")
+        wanted = None if lengths is None else parse_lengths(lengths, own.length if own is not None else None)
+        check_lengths(wanted, own, targets)
         output.say(f"loading {model}", quiet)
         loaded = load_model(model, device=device, dtype=dtype)
         source: Any = own
-        wanted = None if lengths is None else parse_lengths(lengths, own.length if own is not None else None)
         if own is None:
             if wanted is None:
                 wanted = [n for n in TEXT_LENGTHS if targets < n <= (loaded.context or n)]
                 if not wanted:
-                    raise InputError(f"{model} takes {loaded.context} tokens: name shorter --lengths and --targets")
+                    raise InputError(
+                        f"{model} takes {count(loaded.context or 0, 'token')}: name shorter --lengths and --targets"
+                    )
             source = load_tokens(
                 text or DEFAULT,
                 loaded,
@@ -121,6 +129,22 @@ def parse_lengths(text: str, base: int | None) -> list[int]:
     return sorted(set(found))
 
 
+def check_lengths(wanted: list[int] | None, task: Any, targets: int) -> None:
+    """Refuse lengths that nothing can be measured at.
+
+    Raises:
+        InputError: shorter than a sample of the task, or than the measured tokens of a text and what is before them.
+    """
+    if wanted is None:
+        return
+    if task is not None and wanted[0] < task.length:
+        raise InputError(f"--lengths {wanted[0]}: samples of task '{task.name}' have {task.length} tokens, or more")
+    if task is None and (wanted[0] <= targets or wanted[0] < 3):
+        raise InputError(
+            f"--lengths {wanted[0]} leaves no context before the {count(targets, 'measured token')} (--targets)"
+        )
+
+
 def retrieve(model: Any, pairs: int, samples: int, batch_size: int, seed: int, quiet: bool) -> tuple[Any, Any]:
     """Key–value retrieval, with the profiles that the model's layers predict for the same prompts."""
     import warnings
@@ -132,7 +156,7 @@ def retrieve(model: Any, pairs: int, samples: int, batch_size: int, seed: int, q
     from posattn.tasks.lengths import key_value_prompts, key_value_retrieval, key_value_tokens
     from posattn.tokens import load_tokens
 
-    output.say(f"key-value retrieval: {pairs} lines, {samples} prompts", quiet)
+    output.say(f"key-value retrieval: {count(pairs, 'line')}, {count(samples, 'prompt')}", quiet)
     rows = key_value_tokens(key_value_prompts(model, pairs, samples, seed))
     probe = ContributionProbe(kinds=("energy",))
     with warnings.catch_warnings():

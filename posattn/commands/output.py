@@ -83,7 +83,7 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Our own warnings as sentences, once each; they are repeated on stderr and in the report.
+    """Our own warnings as sentences, once each, for the report; the command's last lines say how many there are.
 
     Warnings of other libraries are not the caller's to mend and are left out.
     """
@@ -119,14 +119,30 @@ def say(message: str, quiet: bool = False) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+#: so many findings are printed at least, where there are as many
+FIRST = 3
+
+
 def tell(out: Path, summary: Mapping[str, Any]) -> None:
-    """The end of a command: its first findings, and where the report is."""
+    """The end of a command: its first findings, those that an option asked for, and where the report is.
+
+    Each with what it rests on and holds under, on a line of its own: a sentence is read, and copied, without the rest.
+    """
     from posattn.reports.write import REPORT, findings_of
+    from posattn.words import count, listed
 
     if not first_process():
         return
-    for finding in findings_of(summary)[:3]:
+    findings = findings_of(summary)
+    told = [finding for i, finding in enumerate(findings) if i < FIRST or finding.asked]
+    for finding in told:
         print(f"- {finding.text}".replace("`", ""))
+        if finding.sure:
+            print(f"  {finding.sure}".replace("`", ""))
+    more, warned = len(findings) - len(told), len(summary.get("warnings") or ())
+    rest = [*([count(more, "more finding")] if more else []), *([count(warned, "warning")] if warned else [])]
+    if rest:
+        print(f"  ({listed(rest)} in the report)")
     print(f"report: {out / REPORT}")
 
 

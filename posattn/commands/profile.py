@@ -7,9 +7,10 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from posattn.commands import options, output
+from posattn.commands import checks, options, output
 from posattn.commands.documents import read_documents
 from posattn.errors import InputError
+from posattn.words import count
 
 #: tokens in each document of a text, unless --length says otherwise
 LENGTH = 256
@@ -82,6 +83,8 @@ def profile(
 ) -> None:
     """Measure a model's position bias, and set what its layers predict beside what its gradients say."""
     output.quiet_libraries()
+    wanted = chosen_target(method, target)
+    checks.machine(device, dtype)
     adapter = chosen_adapter(adapter, bins, length=length or LENGTH, per_head=per_head, all_variants=all_variants)
     if dry_run:
         would_need(
@@ -91,11 +94,15 @@ def profile(
             print("The further passes of --all-variants are not counted.")
         return
     output.check_target(out, overwrite)
+    checks.source(text)
+    checks.checkpoint(checkpoint, resume)
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
         from posattn.models.loading import load_model
 
         output.say(f"loading {model}", quiet)
         loaded = load_model(model, device=device, dtype=dtype, adapter=adapter)
+        if isinstance(wanted, int) and wanted >= loaded.vocab_size:
+            raise InputError(f"--target {wanted} is outside the model's vocabulary of {loaded.vocab_size} tokens")
         tokens = read_documents(
             model,
             loaded,
@@ -116,13 +123,25 @@ def profile(
             per_head=per_head,
             bins=bins,
             method=None if no_influence else method,
-            target=int(target) if target.isdigit() else target,
+            target=wanted,
             checkpoint=checkpoint,
             resume=resume,
             all_variants=all_variants,
             quiet=quiet,
         )
     output.tell(out, summary)
+
+
+def chosen_target(method: str, target: str) -> str | int:
+    """The target as the library takes it, once method and target are known to be right.
+
+    Raises:
+        InputError: an unknown method or target.
+    """
+    from posattn.influence.gradients import METHODS
+
+    checks.choice("--method", method, METHODS)
+    return checks.target(target)
 
 
 def chosen_adapter(name: str, bins: int | None, *, length: int, per_head: bool, all_variants: bool) -> str:
@@ -218,9 +237,9 @@ def measure_profile(
     from posattn.influence.gradients import influence
     from posattn.influence.intervals import document_correlations, influence_intervals
     from posattn.probes.contribution import KINDS, ContributionProbe
+    from posattn.probes.kernel_mean import by_bin
     from posattn.probes.measure import measure
     from posattn.probes.positional import PositionalProbe
-    from posattn.probes.streamed import by_bin
     from posattn.reports.summaries import profile_arrays, profile_summary, profile_tables
     from posattn.reports.write import plain, write_folder
     from posattn.rollout.implied import IMPLIED, implied_profiles
@@ -238,7 +257,8 @@ def measure_profile(
                 f"{HEAD_GAINS_UP_TO}."
             )
     probe, positional = ContributionProbe(kinds) if bins is None else None, PositionalProbe()
-    output.say(f"measuring {tokens.documents} documents of {tokens.length} tokens", quiet)
+    documents = f"{count(tokens.documents, 'document')} of {count(tokens.length, 'token')}"
+    output.say(f"measuring {documents}", quiet)
     measurement = measure(
         model,
         tokens,
@@ -346,7 +366,8 @@ def predicted_profiles(measurement: Any, contributions: Any, **further: Any) -> 
 
 def doubled_bins(measurement: Any, profile: Any) -> float:
     """Total variation by which the residual profile changes when the bins become twice as wide."""
-    from posattn.probes.streamed import by_bin, coarser
+    from posattn.probes.kernel_mean import by_bin
+    from posattn.probes.streamed import coarser
     from posattn.rollout.dense import rollout
 
     wide = rollout(measurement.mixing.token.double(), coarser(measurement.kernels.double(), measurement.counts)).last
@@ -359,7 +380,7 @@ def binned_influence(measured: Any, width: int) -> Any:
 
     import torch
 
-    from posattn.probes.streamed import by_bin
+    from posattn.probes.kernel_mean import by_bin
 
     if width == 1:
         return measured

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
-from posattn.commands import options, output
+from posattn.commands import checks, options, output
 from posattn.errors import InputError
+from posattn.words import count
 
 #: up to these lengths the figures that cost more than a profile are computed
 FORCES_UP_TO, DEPTH_UP_TO, MONOTONE_UP_TO = 8192, 8192, 2048
@@ -26,19 +28,40 @@ def simulate(
         typer.Option("--length", min=1, help="How many positions; may be given several times. [default: 256]"),
     ] = None,
     layers: Annotated[Optional[int], typer.Option("--layers", min=1, help="Without a preset.")] = None,  # noqa: UP045
-    heads: Annotated[int, typer.Option("--heads", min=1)] = 1,
+    heads: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--heads", min=1, help="Without a preset. [default: 1]"),
+    ] = None,
     mixing: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
             help="λ: a number, a list 0.5,0.4,..., or power:C,BETA for C·t^−BETA. [default: .5, or the preset's]"
         ),
     ] = None,
-    position: Annotated[str, typer.Option("--position", help="none or alibi.")] = "none",
-    slopes: Annotated[str, typer.Option("--slopes", help="ALiBi: bloom, mpt, published, or a list.")] = "published",
-    window: Annotated[Optional[int], typer.Option("--window", min=1, help="Visible keys.")] = None,  # noqa: UP045
-    prefix: Annotated[int, typer.Option("--prefix", min=0, help="Positions that see each other both ways.")] = 0,
-    mask: Annotated[str, typer.Option("--mask", help="causal or full.")] = "causal",
-    diagonal: Annotated[float, typer.Option("--diagonal", help="Content β: own key's logit over the others'.")] = 0.0,
+    position: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--position", help="none or alibi, without a preset. [default: none]"),
+    ] = None,
+    slopes: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--slopes", help="With --position alibi: bloom, mpt, published, or a list. [default: published]"),
+    ] = None,
+    window: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--window", min=1, help="Visible keys, without a preset."),
+    ] = None,
+    prefix: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--prefix", min=0, help="Positions that see each other both ways, without a preset."),
+    ] = None,
+    mask: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--mask", help="causal or full, without a preset. [default: causal]"),
+    ] = None,
+    diagonal: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--diagonal", help="Content β: own key's logit over the others', without a preset. [default: 0]"),
+    ] = None,
     convention: Annotated[str, typer.Option("--convention", help="own, or published as in arXiv 2602.16837.")] = "own",
     out: options.Out = Path("posattn-out/simulate"),
     overwrite: options.Overwrite = False,
@@ -47,6 +70,24 @@ def simulate(
     """Predict the influence profile from the architecture alone: mask, residual strength, positions, coarse content."""
     if (preset is None) == (layers is None):
         raise InputError("name a preset, or describe the architecture with --layers and the other flags, not both")
+    described = {
+        "--heads": heads,
+        "--position": position,
+        "--slopes": slopes,
+        "--window": window,
+        "--prefix": prefix,
+        "--mask": mask,
+        "--diagonal": diagonal,
+    }
+    if preset is not None and (given := [option for option, value in described.items() if value is not None]):
+        raise InputError(
+            f"{given[0]} describes an architecture, and preset {preset} has its own: leave one of them out"
+        )
+    checks.choice("--position", position or "none", ("none", "alibi"))
+    checks.choice("--mask", mask or "causal", ("causal", "full"))
+    checks.choice("--convention", convention, ("own", "published"))
+    if slopes is not None and position != "alibi":
+        raise InputError("--slopes are those of ALiBi: add --position alibi, or leave them out")
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
         from posattn.rollout.simulate import Architecture, resolve
 
@@ -54,17 +95,18 @@ def simulate(
         if preset is not None:
             architecture = resolve(preset, convention=convention, mixing=lam)
         else:
+            rule = slopes or "published"
             architecture = Architecture(
                 layers=layers or 1,
-                heads=heads,
+                heads=heads or 1,
                 mixing=0.5 if lam is None else lam,
-                mask=mask,
+                mask=mask or "causal",
                 window=window,
-                prefix=prefix,
-                position=position,
-                slopes=numbers(slopes, "--slopes") if slopes[:1].isdigit() or slopes[:1] in ".-" else slopes,
+                prefix=prefix or 0,
+                position=position or "none",
+                slopes=numbers(rule, "--slopes") if rule[:1].isdigit() or rule[:1] in ".-" else rule,
                 diagonal=diagonal or None,
-                name="described by flags",
+                name=f"an architecture of {count(layers or 1, 'layer')} and {count(heads or 1, 'head')}",
             )
             architecture = resolve(architecture, convention=convention)
         summary = simulate_into(architecture, sorted(set(length or [256])), folder, convention, warnings, quiet)
@@ -95,9 +137,12 @@ def numbers(text: str, option: str) -> list[float]:
         InputError: something else.
     """
     try:
-        return [float(part) for part in text.split(",")]
+        found = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise InputError(f"{option} {text}: give numbers, separated by commas") from error
+    if not all(math.isfinite(value) for value in found):
+        raise InputError(f"{option} {text}: give finite numbers")
+    return found
 
 
 def simulate_into(
@@ -119,7 +164,7 @@ def simulate_into(
     profiles: dict[str, dict[str, Any]] = {}
     arrays: dict[str, Any] = {"mixing": architecture.schedule()}
     for n in lengths:
-        output.say(f"simulating {architecture.name} at {n} positions", quiet)
+        output.say(f"simulating {architecture.name} at {count(n, 'position')}", quiet)
         curves = {
             "residual": run(architecture, n).last,
             "attention_only": run(architecture, n, mixing=1.0).last,
@@ -150,13 +195,13 @@ def simulate_into(
         "warnings": warnings,
     }
     for n in [n for n in lengths if n <= FORCES_UP_TO]:
-        output.say(f"the four forces at {n} positions", quiet)
+        output.say(f"the four forces at {count(n, 'position')}", quiet)
         shares = force_shares(architecture, n)
         summary["forces"][str(n)] = forces_summary(shares)
         arrays[f"forces.{n}.path"] = shares.path
     smallest = lengths[0]
     if smallest <= DEPTH_UP_TO:
-        output.say(f"depth by depth at {smallest} positions", quiet)
+        output.say(f"depth by depth at {count(smallest, 'position')}", quiet)
         depth = depth_theory(architecture, smallest)
         end = collapse(architecture, smallest)
         summary["depth"] = {

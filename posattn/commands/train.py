@@ -10,8 +10,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from posattn.commands import options, output
+from posattn.commands import checks, options, output
 from posattn.errors import InputError
+from posattn.words import count
 
 _Whole = Optional[int]  # noqa: UP045
 
@@ -53,9 +54,13 @@ def train(
     quiet: options.Quiet = False,
 ) -> None:
     """Train a model on a task and follow its heads: accuracy by hops, scores, purity and frequencies, step by step."""
-    if not 0 < purity < 0.5:
-        raise InputError(f"--purity lies above 0 and below 0.5, not {purity}")
-    seeds = list(dict.fromkeys(seed or [0]))
+    checks.purity(purity)
+    checks.machine(device, None)
+    if max_seconds is not None and max_seconds <= 0:
+        raise InputError(f"--max-seconds must be above 0, not {max_seconds:g}")
+    seeds = seed or [0]
+    if repeated := [one for i, one in enumerate(seeds) if one in seeds[:i]]:
+        raise InputError(f"--seed {repeated[0]} is given twice: the same run again would count as another seed")
     parameters = {
         name: value
         for name, value in {
@@ -150,7 +155,7 @@ def train_into(
     records, facts, stopped = {}, {}, []
     for config in configs:
         name = f"seed-{config.seed}"
-        output.say(f"training on the {config.task} task, seed {config.seed}: {config.steps} steps", quiet)
+        output.say(f"training on the {config.task} task, seed {config.seed}: {count(config.steps, 'step')}", quiet)
         tracker = HeadTracker.for_task(config.make_task(), config.every, prompts, seed=config.seed)
         run = train(
             config,
@@ -213,7 +218,9 @@ def train_summary(
 
     config = configs[0]
     shape = config.shape
-    size = f"{config.preset} preset" if not config.model else f"{shape['layers']} layers × {shape['heads']} heads"
+    size = f"{config.preset} preset"
+    if config.model:
+        size = f"{count(shape['layers'], 'layer')} × {count(shape['heads'], 'head')}"
     last = dynamics.labels(emergence.gamma)
     names = list(dynamics.runs)
     return {

@@ -83,14 +83,8 @@ def load_model(
             raise InputError("device and dtype are for loading: move a live model yourself before handing it over")
         return as_plain(source) if adapter == "plain" else as_model(source)
     name = os.fspath(source)
-    try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise InputError(f"unknown device {str(device)!r}: say cpu, cuda, cuda:1 or mps") from error
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there.get(place.type, place.type != "meta"):
-        raise InputError(f"device {place} was asked for, but PyTorch finds no such device here")
-    how = _How(place, _dtype(dtype, place), adapter, device_map, offload_folder)
+    place, number = placement(device, dtype)
+    how = _How(place, number, adapter, device_map, offload_folder)
     if adapter == "hooked":
         return _hooked(name, how)
     if name.startswith("bundled:"):
@@ -274,13 +268,47 @@ def _hooked(name: str, how: _How) -> Model:
 
 
 def _gguf(path: Path, how: _How) -> Model:
+    folder = gguf_folder(path)
+    try:
+        hf_model = _from_pretrained(folder, str(path), how, gguf_file=path.name)
+    except UnsupportedModelError as error:
+        if (damage := _damage(path)) is not None:
+            raise UnsupportedModelError(damage) from error
+        raise
+    return how.see(hf_model, name=path.name, tokenizer=_tokenizer(folder, gguf_file=path.name))
+
+
+def gguf_folder(path: Path) -> str:
+    """The folder of a GGUF file that could be read.
+
+    Raises:
+        InputError: no such file.
+        UnsupportedModelError: it is no GGUF file, or the package that reads them is missing.
+    """
     if not path.is_file():
         raise InputError(f"no such file: {path}")
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedModelError("reading a .gguf file needs the package gguf: pip install 'posattn[gguf]'")
-    folder = str(path.parent.resolve())
-    hf_model = _from_pretrained(folder, str(path), how, gguf_file=path.name)
-    return how.see(hf_model, name=path.name, tokenizer=_tokenizer(folder, gguf_file=path.name))
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start != b"GGUF":
+        what = "is empty" if not start else "does not begin with the letters GGUF, so it is no GGUF file"
+        raise UnsupportedModelError(f"{path} {what}: copy or download it again")
+    return str(path.parent.resolve())
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a GGUF file, None when it is whole: its list of tensors must fit into it."""
+    import gguf
+
+    try:
+        with quiet():
+            gguf.GGUFReader(path)
+    except Exception as error:  # it trusts every number in the file, and fails in many ways
+        return (
+            f"{path} is truncated or damaged ({path.stat().st_size:,} bytes, {_line(error)}): copy or download it again"
+        )
+    return None
 
 
 def _hub(name: str, how: _How) -> Model:
@@ -366,6 +394,28 @@ def _tokenizer(source: str, **keywords: Any) -> Any | None:
 
 def _looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
+
+
+def placement(
+    device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> tuple[torch.device, torch.dtype | str]:
+    """The device and number format that these arguments of `load_model` mean here.
+
+    Raises:
+        InputError: an unknown one, or a device that is not here.
+    """
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InputError(f"unknown device {str(device)!r}: say cpu, cuda, cuda:1 or mps") from error
+    there = {
+        "cpu": True,
+        "cuda": (place.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not there.get(place.type, place.type != "meta"):
+        raise InputError(f"device {place} was asked for, but PyTorch finds no such device here")
+    return place, _dtype(dtype, place)
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:

@@ -393,6 +393,7 @@ def not_measured(summary: Summary) -> Finding | None:
         "The influence was not measured, so the predicted profiles stand untested.",
         "Run again without --no-influence to set them beside gradients of the model.",
         tone="caution",
+        asked=True,
     )
 
 

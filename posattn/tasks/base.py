@@ -24,6 +24,8 @@ from torch import Tensor
 from posattn.errors import InputError
 
 UNKNOWN = "[UNK]"
+#: the most tokens of a task: of a larger vocabulary the embeddings would be nearly all of a small model
+MOST_TOKENS = 8192
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,6 +217,18 @@ def check_counts(task: str, **counts: int) -> None:
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"task '{task}': {name} must be a whole number of at least 1, not {value!r}")
+        if value > MOST_TOKENS:
+            raise InputError(f"task '{task}': {name} must be at most {MOST_TOKENS}, not {value}")
+
+
+def check_vocabulary(task: str, size: int, why: str) -> None:
+    """Refuse a vocabulary that would be nearly all of a small model; `why` says what makes it so large.
+
+    Raises:
+        InputError: more than `MOST_TOKENS` tokens.
+    """
+    if size > MOST_TOKENS:
+        raise InputError(f"task '{task}': {why} make {size} tokens, more than {MOST_TOKENS}: use fewer")
 
 
 def choose_stops(cell_hops: np.ndarray, places: int, rng: np.random.Generator) -> np.ndarray:

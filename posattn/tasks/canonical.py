@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from posattn.errors import InputError
-from posattn.tasks.base import Samples, Task, check_counts
+from posattn.tasks.base import Samples, Task, check_counts, check_vocabulary
 from posattn.tasks.number import letter_names
 
 
@@ -79,6 +79,8 @@ class RetrievalTask(Task):
 
     def __post_init__(self) -> None:
         check_counts(self.name, **dataclasses.asdict(self))
+        size = self.letters * (self.integers + 1)
+        check_vocabulary(self.name, size, f"{self.letters} letters and {self.integers} integers")
         if not self._repeat and self.letters < self.items:
             raise InputError(
                 f"task 'retrieval' needs a letter for each item: {self.letters} letters, {self.items} items"

@@ -27,7 +27,7 @@ from typing import ClassVar
 import numpy as np
 
 from posattn.errors import InputError
-from posattn.tasks.base import Samples, Task, check_counts, choose_stops
+from posattn.tasks.base import Samples, Task, check_counts, check_vocabulary, choose_stops
 from posattn.tasks.number import letter_names
 
 
@@ -52,6 +52,8 @@ class LetterTask(Task):
     def __post_init__(self) -> None:
         counts = {k: v for k, v in dataclasses.asdict(self).items() if k != "distractors"}
         check_counts(self.name, **counts)
+        size = self.letters * (self.integers + self.letters)
+        check_vocabulary(self.name, size, f"{self.letters} letters and {self.integers} integers")
         if self.distractors not in ("published", "clean"):
             raise InputError(f"task 'letter': distractors must be 'published' or 'clean', not {self.distractors!r}")
         if self.max_hops > self.pre_targets + 1:

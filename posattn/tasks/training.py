@@ -32,6 +32,7 @@ from torch import Tensor
 from posattn.errors import CheckpointError, InputError
 from posattn.results import read_tensors, write_tensors
 from posattn.tasks import Samples, Task, make_task
+from posattn.words import count
 
 #: Model presets: layers, heads, width and rotary dimensions of the GPT-J (arXiv 2605.31558: "paper").
 PRESETS: dict[str, dict[str, int]] = {
@@ -238,13 +239,19 @@ def train(
     max_seconds: stop cleanly after this much wall-clock time.
 
     Raises:
-        InputError: `out` holds a run already and `resume` is off, or a CUDA device is asked for that is not there.
+        InputError: `out` holds a run already and `resume` is off, a device is asked for that is not there, or
+            `max_seconds` is not above 0.
         CheckpointError: the state in `out` belongs to another task or config, or cannot be read.
         GraphCaptureError: `graph` and the capture failed.
     """
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("no CUDA device is available: use device='cpu'")
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {str(device)!r}: say cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise InputError(f"no {device.type.upper()} device is available: use device='cpu'")
+    if max_seconds is not None and not max_seconds > 0:
+        raise InputError(f"max_seconds must be above 0, not {max_seconds}")
     folder = Path(out) if out is not None else None
     state = folder / _STATE if folder else None
     if state and state.exists() and not resume:
@@ -297,7 +304,7 @@ def train(
             if step >= config.steps:
                 break
             if max_seconds is not None and time.monotonic() - started > max_seconds:
-                stopped = f"time limit of {max_seconds:g} s reached after {step} of {config.steps} steps"
+                stopped = f"time limit of {max_seconds:g} s reached after {step} of {count(config.steps, 'step')}"
                 break
             if state and not done and step and step % save_every == 0:
                 _save(state, model, stepper.optimizer, config, step, curves, losses)
