@@ -288,3 +288,21 @@ def test_best_curve_and_sink_warning() -> None:
     assert "80%" in text
     assert "16.7%" in text
     assert sink_warning(torch.full((6,), 1 / 6), where) is None
+
+
+@pytest.mark.parametrize(
+    ("distances", "says"),
+    [
+        (None, "which prediction tracks it best here is not known"),
+        ({"residual": 0.6, "energy": 0.2, "value_norm": 0.05, "uniform": 0.18}, "here is value_norm (Wasserstein-1"),
+        ({"residual": 0.6, "energy": 0.05, "uniform": 0.18}, "energy (Wasserstein-1 distance 0.050, residual 0.600)"),
+        ({"residual": 0.6, "energy": 0.3, "uniform": 0.18}, "no prediction here comes nearer"),
+        ({"residual": 0.1, "energy": 0.3, "uniform": 0.18}, "no other prediction here comes nearer"),
+    ],
+)
+def test_the_sink_warning_names_the_curve_that_tracks_best_in_this_run(distances, says) -> None:
+    _, where = sink_case()
+    text = sink_warning(torch.tensor([0.8, 0.04, 0.04, 0.04, 0.04, 0.04]), where, distances=distances)
+    assert text is not None
+    assert says in text
+    assert "trust" not in text

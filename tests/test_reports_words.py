@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posattn import words
+from posattn.errors import InputError
 from posattn.reports import charts, curves, findings, kit
 from posattn.reports.pages import PAGES
 from tests.report_samples import (
@@ -376,6 +377,51 @@ def test_the_nearest_curve_is_always_drawn_prominently(nearest: str) -> None:
         assert len(set(looks)) == len(looks)
         colours = [traces[name]["line"]["color"] for name in visible]
         assert len(set(colours)) == len(colours)
+
+
+def test_the_u_index_of_report_readme_and_finding_is_one_and_says_which() -> None:
+    from pathlib import Path
+
+    summary = profile_summary("u")
+    inner, whole = summary["shape"]["influence"]["without_first"]["u_index"], summary["shape"]["influence"]["u_index"]
+    assert abs(inner - whole) > 0.01
+    tile = next(figure for figure in PAGES["profile"](summary, {}).figures if figure.label.startswith("U index"))
+    assert tile.value == words.number(inner, sign=True)
+    assert "first position left out" in tile.note
+    readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+    assert "describe_profile(influence).without_first.u_index" in readme
+    assert "leave out the first position" in readme
+
+
+@pytest.mark.parametrize("nearest", ["residual", "energy", "projection"])
+def test_the_static_figure_shows_the_few_that_matter_each_with_its_own_look(nearest: str) -> None:
+    from matplotlib.figure import Figure
+
+    from posattn.reports.figures import MOST_CURVES, draw_profiles
+
+    def looks(chosen: list[str] | None = None) -> dict[str, tuple[object, object]]:
+        ax = draw_profiles(summary, {}, Figure().subplots(), chosen)
+        lines = {line.get_label(): (line.get_color(), line._dash_pattern) for line in ax.lines}
+        assert len({str(look) for look in lines.values()}) == len(lines)
+        return lines
+
+    summary = without_sink(nearest)
+    drawn = looks()
+    assert set(drawn) == {"measured influence", f"{nearest} (nearest)", *({"residual", "energy"} - {nearest})}
+    assert len({colour for colour, _ in drawn.values()}) == len(drawn)
+    asked = ["half", "attention_only", "residual", "energy", "projection"]
+    assert len(looks(asked)) == 1 + len(asked)
+    with pytest.raises(InputError, match="no prediction 'magic'"):
+        draw_profiles(summary, {}, Figure().subplots(), ["magic"])
+    many = {**summary, "profiles": {f"p{i}": summary["profiles"]["half"] for i in range(MOST_CURVES + 1)}}
+    with pytest.raises(InputError, match="cannot be told apart"):
+        draw_profiles(many, {}, Figure().subplots(), list(many["profiles"]))
+
+
+def test_matplotlib_curves_do_not_repeat_a_look() -> None:
+    from posattn import plotting
+
+    assert len({(plotting.colour(i), str(plotting.dash(i))) for i in range(49)}) == 49
 
 
 def test_many_curves_of_one_chart_all_look_different() -> None:

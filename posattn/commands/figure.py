@@ -20,6 +20,15 @@ def figure(
         Optional[Path],  # noqa: UP045
         typer.Option("--out", metavar="FILE", help="Where to; the suffix is the format: .pdf, .svg, .png."),
     ] = None,
+    curves: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--curves",
+            metavar="LIST",
+            help="For a profile's figure `profiles`: which predictions, as energy,half. [default: the nearest, "
+            "residual and energy]",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Draw one figure of a finished run, fit for a paper; or list the figures there are."""
@@ -40,5 +49,6 @@ def figure(
         raise InputError(f"{path} exists already; choose another --out, or add --overwrite to replace it")
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent} to write {path.name} to")
-    write_figure(name, summary, as_numpy(arrays), path)
+    chosen = None if curves is None else [part.strip() for part in curves.split(",") if part.strip()]
+    write_figure(name, summary, as_numpy(arrays), path, chosen=chosen)
     print(path)

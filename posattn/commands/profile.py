@@ -314,7 +314,8 @@ def measure_profile(
                 more["calibrated"] = calibrations(measurement, contributions, sinks, measured)
             else:
                 warnings.append("Nothing was calibrated: one document cannot be parted into two halves.")
-    if sinks is not None and (dominated := sink_warning(profiles["residual"], sinks, whole)):
+    distances = {name: found["wasserstein"] for name, found in (comparison or {}).items()}
+    if sinks is not None and (dominated := sink_warning(profiles["residual"], sinks, whole, distances)):
         warnings.append(f"{dominated[0].upper()}{dominated[1:]}.")
     forces, paths = four_forces(measurement.mixing.token, by_distance, whole, warnings)
     curves = {**({} if measured is None else {"influence": measured.profile}), **profiles}

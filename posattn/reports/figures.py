@@ -2,35 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posattn.errors import InputError
+from posattn.reports import curves
 from posattn.reports.learning import draw_accuracy, draw_lengths, draw_scores
+from posattn.words import count
 
-Draw = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Any]
+Draw = Callable[..., Any]
+
+#: looks of the curves that stand in most figures, the same in each; others take the free ones of `_LOOKS`
+_FIXED: dict[str, dict[str, Any]] = {
+    "residual": {"color": "#0072B2", "linestyle": "--"},
+    "energy": {"color": "#D55E00", "linestyle": "-"},
+}
 
 
-def draw_profiles(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
-    """Predicted profiles and the measured influence, without the first position, on a logarithmic axis."""
+def draw_profiles(
+    summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any, chosen: Sequence[str] | None = None
+) -> Any:
+    """The measured influence and predicted profiles, without the first position, on a logarithmic axis.
+
+    Without `chosen`, those predictions that the findings speak of: the nearest, `residual` and `energy`.
+
+    Raises:
+        InputError: a name in `chosen` that is no prediction of this run, or more of them than can be told apart.
+    """
     from posattn import plotting
 
-    curves = dict(summary["profiles"])
+    names = curves.prominent(summary) if chosen is None else list(dict.fromkeys(chosen))
+    profiles, best = summary["profiles"], curves.nearest(summary)
+    if unknown := [name for name in names if name not in profiles]:
+        raise InputError(f"there is no prediction {unknown[0]!r} in these results; there are: {', '.join(profiles)}")
+    if len(names) > MOST_CURVES:
+        raise InputError(f"{len(names)} curves cannot be told apart in one figure: choose at most {MOST_CURVES}")
     if summary.get("influence"):
-        curves = {"measured influence": summary["influence"], **curves}
-    for name, curve in curves.items():
-        rest = np.asarray(curve, float)[1:]
-        style = {"color": "black", "linestyle": "-", "linewidth": 2.4} if name == "measured influence" else {}
-        plotting.curve(
-            ax, rest / (rest.sum() or 1.0), np.arange(1, len(rest) + 1), label=name.replace("_", " "), **style
-        )
+        _draw_profile(ax, summary["influence"], "measured influence", {"color": "black", "linewidth": 2.6})
+    for name, look in _looks(names).items():
+        label = name.replace("_", " ") + (" (nearest)" if name == best and len(profiles) > 1 else "")
+        _draw_profile(ax, profiles[name], label, {**look, "linewidth": 2.2 if name == best else 1.6})
     ax.set_yscale("log")
     plotting.finish(ax, x="input position", y="share of influence on the last position")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+    handles, labels = ax.get_legend_handles_labels()
+    # plotly's and a paper's reader alike look for the dash: a line long enough to show it
+    ax.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=3.4)
     return ax
+
+
+#: predictions of one figure that can still be told apart
+MOST_CURVES = 8
+
+
+def _draw_profile(ax: Any, curve: Sequence[float], label: str, look: Mapping[str, Any]) -> None:
+    from posattn import plotting
+
+    rest = np.asarray(curve, float)[1:]
+    # plotting.curve's own dashes are for curves that come without a look
+    plotting.curve(
+        ax,
+        rest / (rest.sum() or 1.0),
+        np.arange(1, len(rest) + 1),
+        label=label,
+        **{"linestyle": "-", **look},
+    )
+
+
+def _looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and dash of every name, none twice."""
+    from posattn import plotting
+
+    looks: dict[str, dict[str, Any]] = {}
+    for name in names:
+        free = [
+            {"color": plotting.colour(i), "linestyle": plotting.dash(i + 1)} for i in range(len(plotting.COLOURS) * 7)
+        ]
+        taken = [*looks.values(), *(look for other, look in _FIXED.items() if other != name)]
+        colours = {look["color"] for look in taken} | {"#000000"}
+        others = [look for look in free if look["color"] not in colours] or [look for look in free if look not in taken]
+        looks[name] = _FIXED.get(name) or others[0]
+    return looks
 
 
 def draw_mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: Any) -> Any:
@@ -111,7 +165,7 @@ def draw_simulated(summary: Mapping[str, Any], arrays: Mapping[str, Any], ax: An
     for n in summary["lengths"]:
         curve = summary["profiles"][str(n)]["residual"]
         x = np.asarray(curve["position"]) / max(n - 1, 1)
-        plotting.curve(ax, np.asarray(curve["value"]) * n, x, label=f"{n} positions")
+        plotting.curve(ax, np.asarray(curve["value"]) * n, x, label=count(int(n), "position"))
     ax.set_yscale("log")
     return plotting.finish(
         ax, x="position in the context (0 first, 1 last)", y="density of influence (1 = even share)", legend=True
@@ -153,22 +207,36 @@ def names(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
     return [name for name, (_, needs) in known.items() if (needs is None or needs in arrays) and name not in empty]
 
 
-def write_figure(name: str, summary: Mapping[str, Any], arrays: Mapping[str, Any], *paths: Path) -> None:
+#: figures of which the caller may choose the curves
+CHOOSABLE = {("profile", "profiles")}
+
+
+def write_figure(
+    name: str,
+    summary: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    *paths: Path,
+    chosen: Sequence[str] | None = None,
+) -> None:
     """Draw one figure and write it to every path, in the format of its suffix.
 
     Raises:
-        InputError: no figure of that name, or a format that matplotlib does not write.
+        InputError: no figure of that name, curves chosen of one that has no choice, or a format that matplotlib does
+            not write.
     """
     if name not in (known := names(summary, arrays)):
         raise InputError(f"there is no figure {name!r} in these results; there are: {', '.join(known) or 'none'}")
+    if chosen is not None and (summary["command"], name) not in CHOOSABLE:
+        raise InputError(f"the figure {name} has no curves to choose from")
     from matplotlib.figure import Figure
 
     from posattn import plotting
 
+    keywords = {} if chosen is None else {"chosen": chosen}
     with plotting.style():
         # no pyplot: nothing global is touched, and no window system is asked for
         figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-        FIGURES[summary["command"]][name][0](summary, arrays, figure.subplots())
+        FIGURES[summary["command"]][name][0](summary, arrays, figure.subplots(), **keywords)
         for path in paths:
             try:
                 figure.savefig(path)

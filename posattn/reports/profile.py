@@ -63,27 +63,18 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
     shape = (summary.get("shape") or {}).get("influence")
     if shape:
         trimmed = shape.get("without_first") or shape
-        figures.append(
+        rest = ", first position left out" if trimmed is not shape else ""
+        share = f"of measured influence; even share 12.5 %{rest}"
+        figures += [
             Figure(
                 "U index, measured",
                 "–" if trimmed["u_index"] is None else number(trimmed["u_index"], sign=True),
-                "above 0: both ends denser",
+                f"above 0: both ends denser{rest}",
                 "shapes-table",
-            )
-        )
-        figures.append(
-            Figure(
-                "first eighth",
-                tile(trimmed["primacy"]),
-                "of measured influence; even share 12.5 %",
-                "profiles-chart",
-            )
-        )
-        figures.append(
-            Figure(
-                "last eighth", tile(trimmed["recency"]), "of measured influence; even share 12.5 %", "profiles-chart"
-            )
-        )
+            ),
+            Figure("first eighth", tile(trimmed["primacy"]), share, "profiles-chart"),
+            Figure("last eighth", tile(trimmed["recency"]), share, "profiles-chart"),
+        ]
     if best := curves.nearest(summary):
         comparison = summary["comparison"]
         figures.append(

@@ -28,6 +28,7 @@ from torch import Tensor
 from posattn.errors import InputError
 from posattn.rollout.dense import rollout
 from posattn.rollout.energy import coherent_energy_rollout, energy_rollout
+from posattn.words import count, percent, plural
 
 #: what each variant is, in words
 VARIANTS: dict[str, str] = {
@@ -256,11 +257,15 @@ def best_curve(distances: Mapping[str, float], uniform: float | None = None, tie
 
 
 def sink_warning(
-    profile: Float[Tensor, " n"], sinks: Bool[Tensor, "t n"], measured: Float[Tensor, " n"] | None = None
+    profile: Float[Tensor, " n"],
+    sinks: Bool[Tensor, "t n"],
+    measured: Float[Tensor, " n"] | None = None,
+    distances: Mapping[str, float] | None = None,
 ) -> str | None:
     """One sentence when a `residual` profile is dominated by attention sinks, else None.
 
-    It is when positions that are sinks in some layer hold more than half of the profile.
+    It is when positions that are sinks in some layer hold more than half of the profile. `distances` to the measured
+    influence, by the predictions' names (and "uniform"), say which of them to look at instead.
     """
     where = sinks.any(0).to(profile.device)
     share = float(profile[where].sum() / profile.sum())
@@ -270,11 +275,28 @@ def sink_warning(
     layers = int(sinks.any(1).sum())
     named = f"position {positions[0]}" if len(positions) == 1 else f"{len(positions)} positions"
     text = (
-        f"the residual profile is dominated by an attention sink: {named} (a sink in {layers} of {len(sinks)} layers) "
-        f"hold{'s' if len(positions) == 1 else ''} {share:.0%} of it"
+        f"the residual profile is dominated by an attention sink: {named} (a sink in {layers} of "
+        f"{count(len(sinks), 'layer')}) {plural(len(positions), 'holds')} {percent(share)} of it"
     )
     if measured is not None:
         text += (
-            f", and {float(measured[where.to(measured.device)].sum() / measured.sum()):.1%} of the measured influence"
+            f", and {percent(float(measured[where.to(measured.device)].sum() / measured.sum()), 1)} of the measured "
+            "influence"
         )
-    return text + "; trust the energy profile instead"
+    known = {name: distance for name, distance in (distances or {}).items() if name != "uniform"}
+    if not known:
+        return text + "; no influence was measured, so which prediction tracks it best here is not known"
+    best = min(known, key=lambda name: known[name])
+    if best == "residual":
+        return text + f"; no other prediction here comes nearer to the measured influence, though ({known[best]:.3f})"
+    uniform = (distances or {}).get("uniform")
+    if uniform is not None and known[best] >= uniform:
+        return text + (
+            f"; no prediction here comes nearer to the measured influence than an even curve (the nearest, {best}, "
+            f"{known[best]:.3f}; even {uniform:.3f})"
+        )
+    beside = f", residual {known['residual']:.3f}" if "residual" in known else ""
+    return text + (
+        f"; the prediction that tracks the measured influence best here is {best} (Wasserstein-1 distance "
+        f"{known[best]:.3f}{beside})"
+    )
