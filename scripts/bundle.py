@@ -55,9 +55,10 @@ def task_card(facts: dict[str, Any], measured: dict[str, Any], counts: dict[str,
     training = facts["training"]
     hops = " | ".join(f"{value:.4f}" for value in measured["accuracy_by_hops"].values())
     names = " | ".join(measured["accuracy_by_hops"])
+    parameters = ", ".join(f"{name} {value}" for name, value in facts["parameters"].items())
     return [
         f"- Position scheme: RoPE (interleaved pairs, base 10,000); samples of {facts['length']} tokens",
-        f"- Task: `{facts['task']}` with {facts['parameters']}; `posattn heads` measures it on samples of the task",
+        f"- Task: `{facts['task']}` ({parameters}); `posattn heads` measures it on samples of the task",
         f"- Trained for {facts.get('steps', training['steps'])} steps of {training['batch']} samples (learning rate "
         f"{training['learning_rate']:g}, dropout {training['dropout']:g}, seed {training['seed']}"
         f"{', bfloat16 arithmetic' if training['autocast'] else ''})",
@@ -125,10 +126,11 @@ def main() -> None:
     size = sum(path.stat().st_size for path in target.iterdir())
     if size > LIMIT:
         raise SystemExit(f"{target.name} takes {size} bytes, more than {LIMIT}")
+    architecture = config["architectures"][0]
     lines = [
         f"# bundled:{args.name}",
         "",
-        f"- Architecture: `{config['architectures'][0]}`, {parameters(target):,} parameters, {size:,} bytes as stored",
+        f"- Architecture: `{architecture}`, {count_weights(target):,} parameters, {size:,} bytes as stored",
         *body,
         "",
         "Settings of the training script:",
@@ -141,7 +143,7 @@ def main() -> None:
     (target / "README.md").write_text("\n".join(lines))
 
 
-def parameters(folder: Path) -> int:
+def count_weights(folder: Path) -> int:
     """Number of stored weights."""
     from safetensors import safe_open
 
