@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from posattn.cli import main
+from posattn.probes.kernel_mean import by_bin
 from posattn.probes.measure import measure
-from posattn.probes.streamed import StreamedKernelProbe, by_bin, coarser
+from posattn.probes.streamed import StreamedKernelProbe, coarser
 from posattn.results import Result
 from posattn.scale import Job, Shape, advice, estimate, nearest
 from posattn.tokens import load_tokens

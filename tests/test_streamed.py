@@ -19,9 +19,10 @@ from posattn.models.loading import as_model, as_plain
 from posattn.models.positions import attention
 from posattn.models.tiles import blockwise_attention, weight_blocks
 from posattn.probes.kernel import KernelProbe, Kernels
+from posattn.probes.kernel_mean import add_document
 from posattn.probes.measure import measure
 from posattn.probes.session import attach
-from posattn.probes.streamed import BinnedKernels, StreamedKernelProbe, add_document
+from posattn.probes.streamed import BinnedKernels, StreamedKernelProbe
 from posattn.rollout.dense import rollout
 from posattn.tokens import load_tokens
 from tests import families

@@ -80,7 +80,7 @@ def make(case: Case, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, tor
 def errors(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Largest differences from the torch path in float32, on the same (rounded) numbers."""
     from posattn.probes._triton_kernel_mean import add_document_triton
-    from posattn.probes.streamed import add_document
+    from posattn.probes.kernel_mean import add_document
 
     q, k, scheme = make(case, dtype, device)
     size = case.n if case.bins is None else -(-case.n // case.bins)

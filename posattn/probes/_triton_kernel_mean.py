@@ -26,6 +26,7 @@ from torch import Tensor
 
 from posattn.errors import InputError
 from posattn.models.base import PositionScheme
+from posattn.probes.kernel_mean import add_document, bin_rows
 
 LOG2E = 1.4426950408889634
 
@@ -168,12 +169,11 @@ def add_document_triton(
     stray: Float[Tensor, " s"],
     bins: int | None,
 ) -> Float[Tensor, " h"]:
-    """`posattn.probes.streamed.add_document` on a GPU, or in Triton's interpreter.
+    """`posattn.probes.kernel_mean.add_document` on a GPU, or in Triton's interpreter.
 
     Raises:
         InputError: query heads that cannot share the key heads.
     """
-    from posattn.probes.streamed import add_document, bin_rows
 
     n, heads, width = q.shape
     groups = k.shape[1]

@@ -128,6 +128,8 @@ def _whole(mixing: Tensor, kernels: Tensor, every: bool) -> Tensor:
             rounded = _Rounded(n) if a.dtype == torch.bfloat16 and _multiplies_bfloat16() else None
             if every:
                 states = list(out[index])
+            elif rounded is not None:  # in place
+                states = [out[index]] * (layers + 1)
             else:  # two buffers in turn, the answer in the one that is returned
                 spare = torch.zeros(n, n, **options)
                 states = [out[index] if (layers - t) % 2 == 0 else spare for t in range(layers + 1)]
@@ -180,7 +182,7 @@ class _Rounded:
         self._products = torch.empty(min(_BFLOAT16_BLOCK, n), n, dtype=torch.bfloat16)
 
     def step(self, p: Tensor, a: Tensor, lam: float, out: Tensor) -> None:
-        """out = (1-λ) p + λ a p; a strip reads only those above it, so from the last to the first they are replaced."""
+        """out = (1-λ) p + λ a p, which may be p; strips read only those above them, so the last is replaced first."""
         size = _BFLOAT16_BLOCK
         for r0, r1 in reversed(list(_spans(len(p), size))):
             products = self._products[: r1 - r0, :r1]

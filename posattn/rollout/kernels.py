@@ -89,40 +89,28 @@ class StructuredKernel:
         if not self.batch_shape:
             return self
 
-        def pick(value: Tensor | None, inner: int) -> Tensor | None:
-            if value is None or value.ndim == inner:
+        def pick(value: Tensor, inner: int) -> Tensor:
+            if value.ndim == inner:
                 return value
             return value.select(-inner - 1, index if value.shape[-inner - 1] > 1 else 0)
 
-        return dataclasses.replace(
-            self,
-            slopes=pick(self.slopes, 1),
-            scores=pick(self.scores, 2),
-            ahead=pick(self.ahead, 2),
-            diagonal=pick(self.diagonal, 1),
-            weights=pick(self.weights, 1),
-        )
+        return self._each(pick)
 
     def head(self, index: int) -> StructuredKernel:
         """One head alone."""
-
-        def pick(value: Tensor | None, inner: int) -> Tensor | None:
-            return None if value is None else value.narrow(-inner, index, 1)
-
-        return dataclasses.replace(
-            self,
-            slopes=pick(self.slopes, 1),
-            scores=pick(self.scores, 2),
-            ahead=pick(self.ahead, 2),
-            diagonal=pick(self.diagonal, 1),
-            weights=torch.ones_like(self.weights.narrow(-1, index, 1)),
-        )
+        alone = self._each(lambda value, inner: value.narrow(-inner, index, 1))
+        return dataclasses.replace(alone, weights=torch.ones_like(alone.weights))
 
     def to(self, device: torch.device | str) -> StructuredKernel:
         """The same kernel on another device."""
-        fields = ("slopes", "scores", "ahead", "diagonal", "weights")
-        moved = {f: None if (value := getattr(self, f)) is None else value.to(device) for f in fields}
-        return dataclasses.replace(self, **moved)
+        return self._each(lambda value, inner: value.to(device))
+
+    def _each(self, change: Callable[[Tensor, int], Tensor]) -> StructuredKernel:
+        """Every tensor changed; `change` is given it and how many dimensions follow its batch dimensions."""
+        inner = {"slopes": 1, "scores": 2, "ahead": 2, "diagonal": 1, "weights": 1}
+        values = {name: getattr(self, name) for name in inner}
+        changed = {name: None if v is None else change(v, inner[name]) for name, v in values.items()}
+        return dataclasses.replace(self, **changed)
 
     def at(self, length: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Applied:
         """The kernel made ready for one length, to be applied many times.
@@ -451,14 +439,16 @@ class Applied:
         self, positions: Int[Tensor, " k"], shift: Float[Tensor, "*shape"]
     ) -> Float[Tensor, "*batch heads k"]:
         """w_h exp(shift - Z_i), 0 for rows without anything below the diagonal; `shift` undoes a table's scaling."""
-        value = self.kernel.weights[..., None] * torch.exp(shift - self._log_sum(positions))
-        return torch.where((positions > 0) & (self._low.reach > 0), value, torch.zeros_like(value)).to(self.dtype)
+        return self._coefficients(positions, positions, shift)
 
     def _up_coefficients(
         self, positions: Int[Tensor, " k"], shift: Float[Tensor, "*shape"]
     ) -> Float[Tensor, "*batch heads k"]:
         """The same for the mirrored upper part; `positions` count backwards from the end of the block."""
-        value = self.kernel.weights[..., None] * torch.exp(shift - self._log_sum(self.block - 1 - positions))
+        return self._coefficients(positions, self.block - 1 - positions, shift)
+
+    def _coefficients(self, positions: Tensor, rows: Tensor, shift: Tensor) -> Tensor:
+        value = self.kernel.weights[..., None] * torch.exp(shift - self._log_sum(rows))
         return torch.where((positions > 0) & (self._low.reach > 0), value, torch.zeros_like(value)).to(self.dtype)
 
 
