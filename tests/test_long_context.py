@@ -75,6 +75,9 @@ def test_bins_are_sums_and_their_error_is_said(default: dict[str, Any], tmp_path
     assert f"{binning['doubled']:.2g}" in said
     report = (out / "report.html").read_text("utf-8")
     assert "positions a bin" in report
+    assert "in bins of 4" in report
+    assert "of 64 tokens" in report
+    assert "of 16 tokens" not in report
     assert "binning" not in default
     table = pd.read_csv(out / "profiles.csv")
     assert sorted(table["position"].unique()) == list(range(0, 64, 4))

@@ -270,8 +270,9 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
         bound = binning["bound"]
         says = f"is off by at most {bound:.2g}" if bound < 1 else "has no useful bound"
         yield (
-            f"Kernels are binned, {kernels.width} positions a bin: profiles are of bins. A row strays from its bin's "
-            f"mean by {binning['strays']:.2g} on average (total variation); the rollout {says}."
+            f"Kernels are binned, {kernels.width} positions a bin: profiles are of bins, and the first one stands "
+            "where tables speak of the first position. A row strays from its bin's mean by "
+            f"{binning['strays']:.2g} on average (total variation); the rollout {says}."
         )
     asked, used = (facts.get("tokens") or {}).get("samples_asked"), kernels.documents
     if asked is not None and used < asked:

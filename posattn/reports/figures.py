@@ -46,7 +46,9 @@ def draw_profiles(
         label = name.replace("_", " ") + (" (nearest)" if name == best and len(profiles) > 1 else "")
         _draw_profile(ax, profiles[name], label, {**look, "linewidth": 2.2 if name == best else 1.6})
     ax.set_yscale("log")
-    plotting.finish(ax, x="input position", y="share of influence on the last position")
+    binned = summary.get("binning")
+    place = f"input position, in bins of {binned['width']}" if binned else "input position"
+    plotting.finish(ax, x=place, y="share of influence on the last position")
     handles, labels = ax.get_legend_handles_labels()
     # plotly's and a paper's reader alike look for the dash: a line long enough to show it
     ax.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=3.4)

@@ -406,6 +406,8 @@ def _documents(summary: Summary) -> str:
 def _influence_condition(summary: Summary) -> str:
     facts = summary.get("influence_facts") or {}
     documents, length = facts.get("documents"), len(summary.get("influence") or ())
+    if summary.get("binning"):
+        length = summary["provenance"]["tokens"]["length"]
     method = str(facts.get("method", "gradient_norm")).replace("_", " ")
     target = str(facts.get("target", "argmax_probability")).replace("_", " ").replace("argmax", "arg-max")
     who = f"{count(documents, 'document')} of {length} tokens" if documents else f"documents of {length} tokens"

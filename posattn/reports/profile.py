@@ -165,7 +165,7 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
             )
         )
         layout = charts.axes(
-            "input position",
+            f"input position, in bins of {binned['width']}" if (binned := summary.get("binning")) else "input position",
             "share of influence",
             yaxis={"tickformat": ".4~%", "rangemode": "tozero"},
             xaxis={"range": [0, length - 1]},
@@ -227,7 +227,10 @@ def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[s
         Column("total variation", help="Half the summed absolute difference. 0: the same curve, 1: disjoint."),
     ]
     rows = []
-    for name, distance in sorted(comparison.items(), key=lambda item: item[1]["wasserstein"]):
+    # of curves that coincide the one that counts stands first
+    for name, distance in sorted(
+        comparison.items(), key=lambda item: (round(item[1]["wasserstein"], 9), item[0] in repeated)
+    ):
         interval = intervals.get(name)
         rows.append(
             [
@@ -491,7 +494,10 @@ def _kernels(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section |
                 )
             )
     if first := summary.get("first_position_attention"):
-        layout = charts.axes("layer", "attention on the first position", yaxis={"tickformat": ".0%", "range": [0, 1]})
+        # small shares would be no more than a line at the bottom of 0 to 100 %
+        fit = {"range": [0, 1]} if max(first) > 0.4 else {"rangemode": "tozero"}
+        percentages = ".0%" if max(first) > 0.1 else ".2~%"
+        layout = charts.axes("layer", "attention on the first position", yaxis={"tickformat": percentages, **fit})
         blocks.append(
             Chart(
                 "first-chart",
