@@ -127,6 +127,13 @@ def test_a_prediction_no_better_than_a_uniform_curve_is_not_praised() -> None:
     assert finding is not None
     assert finding.text.startswith("No predicted profile is closer")
     assert finding.tone == "caution"
+    summary["intervals"] = {"over_uniform": {"residual": [0.05, 0.2]}, "over_nearest": {}}
+    for name in ("half", "attention_only"):
+        summary["intervals"]["over_nearest"][name] = [-0.1, 0.1]
+    assert "do not tell the two apart" not in text_of(findings.closest_prediction(summary))
+    summary["intervals"]["over_uniform"]["residual"] = [-0.05, 0.2]
+    text = text_of(findings.closest_prediction(summary))
+    assert "do not tell the two apart (95 % interval of the difference −0.050 to 0.200)" in text
 
 
 def test_sinks_massive_activations_and_collapse_are_reported_only_where_they_are() -> None:

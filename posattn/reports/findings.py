@@ -159,6 +159,11 @@ def closest_prediction(summary: Summary) -> Finding | None:
             "No predicted profile is closer to the measured influence than a uniform curve: the nearest, "
             f"`{best}`, lies {number(distance, 3)} away, the uniform one {number(flat, 3)}."
         )
+        if (gain := intervals.get("over_uniform", {}).get(best)) and gain[0] <= 0:
+            text = (
+                f"{text[:-1]}; these documents do not tell the two apart (95 % interval of the difference "
+                f"{span(gain, 3)})."
+            )
     elif (gain := intervals.get("over_uniform", {}).get(best)) and gain[1] >= 0:
         tone = "caution"
         text += (

@@ -58,7 +58,8 @@ def forces_section(
                         y * int(n),
                         (np.asarray(x) / scale).tolist(),
                         colour="@muted" if i == 0 else f"@c{i - 1}",
-                        dash="dot" if i == 0 else "solid",
+                        # a force that does next to nothing lies on the curve before it: both are to be seen
+                        dash="dot" if i == 0 else ("solid", "longdash", "dashdot", "dash")[(i - 1) % 4],
                         hover="%{y:.3g}",
                     )
                 )

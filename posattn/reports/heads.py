@@ -102,7 +102,12 @@ def _plane(summary: Mapping[str, Any]) -> Section:
                         "cmax": max(layers - 1, 1),
                         "colorscale": "@layers",
                         "showscale": not traces,
-                        "colorbar": {"title": {"text": "layer", "side": "right"}, "thickness": 14, "outlinewidth": 0},
+                        "colorbar": {
+                            "title": {"text": "layer", "side": "right"},
+                            "thickness": 14,
+                            "outlinewidth": 0,
+                            "dtick": max(1, -(-layers // 8)),
+                        },
                         "line": {"width": 0.5, "color": "@card"},
                     },
                     "hovertemplate": "%{customdata[1]}<br>positional %{x:.3f}, symbolic "
@@ -578,7 +583,7 @@ def _plain(values: Any) -> list[float | None]:
 
 def _facts(summary: Mapping[str, Any], t: int, h: int) -> list[tuple[str, str]]:
     def shown(value: Any, digits: int = 2) -> str:
-        return "–" if value is None else f"{value:.{digits}f}"
+        return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
 
     certain = summary["certain"][t][h]
     label = summary["labels"][t][h]

@@ -63,7 +63,7 @@
     const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zerolinecolor: colour("line"), automargin: true, title: { standoff: 10, font: { size: 13, color: colour("soft") } }, tickfont: { size: 12 } };
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: colour("ink") },
-      margin: { l: 10, r: 12, t: 8, b: 8 }, xaxis: structuredClone(axis), yaxis: structuredClone(axis), hovermode: "x unified",
+      margin: { l: 10, r: 12, t: 8, b: width < 500 ? 44 : 8 }, xaxis: structuredClone(axis), yaxis: structuredClone(axis), hovermode: "x unified",
       hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("ink") } },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { size: width < 500 ? 11 : 13 }, bgcolor: "rgba(0,0,0,0)" },
       /* Plotly's own choice, half of a transparent paper, is a grey box over the legend */
@@ -119,7 +119,7 @@
         const axis = layout[this.data.log + "axis"], logTicks = [];
         delete axis.rangemode;
         for (let power = -14; power <= 6; power++) [1, 2, 5].forEach((digit) => logTicks.push(Number(`${digit}e${power}`)));
-        const values = view.traces.filter((trace) => trace.meta !== "band").flatMap((trace) => trace[this.data.log]).filter((value) => value > 0);
+        const values = view.traces.filter((trace) => trace.meta !== "band" && trace.visible !== "legendonly").flatMap((trace) => trace[this.data.log]).filter((value) => value > 0);
         const decades = Math.log10(Math.max(...values) / Math.min(...values));
         axis.tickvals = decades > 2 ? logTicks.filter((_, index) => index % 3 === 0) : logTicks;
         /* a curve that collapses would squeeze all others flat: at most four decades below the top */
@@ -131,6 +131,17 @@
         /* above the chart, where there is room */
         if (bar) Object.assign(bar, { orientation: "h", thickness: 8, x: 0.5, y: 1.02, yanchor: "bottom", len: 0.9, tickfont: { size: 10 }, title: { ...bar.title, side: "top", font: { size: 11 } } });
       });
+      /* a long legend on a narrow page: two to a row where the names are short enough, else a taller chart */
+      const named = view.traces.filter((trace) => trace.showlegend !== false && trace.name);
+      if (width < 500 && layout.showlegend && named.length > 4) {
+        if (Math.max(...named.map((trace) => trace.name.length)) <= 18) Object.assign(layout.legend, { entrywidth: 0.49, entrywidthmode: "fraction", font: { size: 10 } });
+        else layout.height += 14 * (named.length - 4);
+      }
+      /* a scale above the chart shrinks it after the axis' title was placed, which would then stand among the ticks */
+      if (width < 500 && view.traces.some((trace) => trace.colorbar) && layout.xaxis.title) layout.xaxis.title.standoff = 24;
+      /* the colours' scale is up there already: the legend goes below the axis */
+      const scaled = view.traces.some((trace) => trace.type !== "heatmap" && trace.marker && trace.marker.showscale);
+      if (width < 500 && scaled) Object.assign(layout.legend, { y: -0.24, yanchor: "top" });
       window.Plotly.react(this.plot, view.traces, layout, { displaylogo: false, showSendToCloud: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: width >= 500 ? "hover" : false })
         .then(() => { this.figure.dataset.drawn = "true"; });
       if (!this.listening && this.plot.on) {
