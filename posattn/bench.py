@@ -91,7 +91,8 @@ def run_benchmarks(
         progress: called with each finished row.
 
     Returns:
-        A JSON-able report: `schema`, `time`, `machine`, and `results`, one row a job (see `COLUMNS`; times in seconds).
+        A JSON-able report: `schema`, `time`, `machine`, `load_average` (of the system, at the end), and `results`, one
+        row a job (see `COLUMNS`; times in seconds).
     """
     results: list[dict[str, Any]] = []
     for group in groups:
@@ -104,7 +105,8 @@ def run_benchmarks(
         if group.device == "cuda":
             torch.cuda.empty_cache()
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
-    return {"schema": SCHEMA, "time": now, "machine": machine(), "results": results}
+    busy = {"load_average": os.getloadavg()[0]} if hasattr(os, "getloadavg") else {}
+    return {"schema": SCHEMA, "time": now, "machine": machine(), **busy, "results": results}
 
 
 def _run_group(group: Group, seconds: float, rounds: int) -> list[dict[str, Any]]:

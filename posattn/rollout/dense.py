@@ -141,7 +141,8 @@ def rollout(
         queries: "last", "all", or the positions whose rows are wanted (negative ones count from the end).
         impl: "auto", "reference" (float64), "matmul" (whole P), "rows", "triton", or "structured".
         depth: "final", or "every" for P(1) to P(T).
-        dtype: what to compute in; by default the kernels' own, float32 where that is half precision.
+        dtype: what to compute in; by default the kernels' own, float32 where that is half precision. `torch.bfloat16`
+            is faster where the processor multiplies it, and good for two to three digits.
         causal: whether the kernels are lower triangular; found out when None.
         validate: look for NaN, negative weights and rows that do not sum to 1 (reads the kernels once more).
         length: N, needed with structured kernels only.
