@@ -121,6 +121,43 @@ def test_the_other_reports_draw_all_their_charts(opened: Any, command: str) -> N
             tab.screenshot(path=f"{SHOTS}/{command}-{theme}-{width}.png", full_page=True)
 
 
+APART = """(([chart, one, other]) => {
+  const found = (selector) => [...document.querySelectorAll(`#${chart} ${selector}`)];
+  const boxes = (selector) => found(selector).map((e) => e.getBoundingClientRect());
+  return boxes(one).flatMap((a) => boxes(other).map((b) =>
+    a.width && b.width && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)).filter(Boolean).length;
+})"""
+
+
+@pytest.mark.parametrize(
+    ("command", "chart", "one", "other"),
+    [
+        ("heads", "plane-chart", ".legend", ".colorbar"),
+        ("heads", "map-chart", ".xtitle", ".xtick text"),
+        ("heads", "frequency-chart", ".xtitle", ".xtick text"),
+        ("profile", "profiles-chart", ".legend", ".plot .xtick text"),
+        ("profile", "profiles-chart", ".legendtext", ".legendlines"),
+        ("profile", "mixing-positions", ".xtitle", ".xtick text"),
+    ],
+)
+def test_nothing_overlaps_on_a_narrow_page(opened: Any, command: str, chart: str, one: str, other: str) -> None:
+    page = sample_page() if command == "profile" else PAGES[command](*PAGES_TRIED[command])
+    tab = opened(page, width=400)
+    assert tab.evaluate(f"document.querySelectorAll('#{chart} {one}').length") > 0
+    assert tab.evaluate(f"document.querySelectorAll('#{chart} {other}').length") > 0
+    assert tab.evaluate(f"{APART}({[chart, one, other]})") == 0
+
+
+def test_an_axis_fits_the_curves_that_are_shown(opened: Any) -> None:
+    # attention_only is not drawn at first: its depths must not press the others flat
+    summary = profile_summary("u")
+    summary["profiles"]["attention_only"] = [1 - 63e-9, *[1e-9] * 63]
+    tab = opened(profile_page(summary, {}))
+    low, high = tab.evaluate("document.querySelector('#profiles-chart .plot').layout.yaxis.range")
+    assert high - low < 2.5
+
+
 def test_a_head_is_opened_by_link_and_stepped_through(opened: Any) -> None:
     tab = opened(PAGES["heads"](*PAGES_TRIED["heads"]))
     name = "document.querySelector('#head dl dd').textContent"

@@ -350,6 +350,19 @@ def test_equal_curves_count_once_everywhere() -> None:
     assert told == ["the same curve as residual here"] * 2
 
 
+def test_a_comparison_offers_a_curve_that_repeats_another_in_every_run_once() -> None:
+    same = without_sink()
+    differs = {**same, "profiles": {**same["profiles"], "residual+no-op": curve("flat", 64).tolist()}}
+
+    def offered(*runs: dict[str, Any]) -> list[str]:
+        summary = {**compare_summary(), "runs": [{"folder": "x", **run} for run in runs]}
+        page = PAGES["compare"](summary, {})
+        return list(next(b for s in page.sections for b in s.blocks if b.id == "curves-chart").views)  # type: ignore[union-attr]
+
+    assert "residual+no-op" not in offered(same, same)
+    assert "residual+no-op" in offered(same, differs)
+
+
 def test_curves_that_differ_are_not_taken_for_equal() -> None:
     a, b = curve("u"), curve("u").copy()
     b[3] += 1e-5

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from posattn.reports import charts, common
+from posattn.reports import charts, common, curves
 from posattn.reports.findings import FIGURE_NAMES, compare_findings
 from posattn.reports.kit import Block, Chart, Column, Control, Page, Section, Table
 
@@ -72,9 +72,13 @@ def _differences(summary: Mapping[str, Any]) -> Section:
 def _curves(summary: Mapping[str, Any]) -> Section:
     views: dict[str, Any] = {}
     kinds = ["influence"] if all(run.get("influence") for run in summary["runs"]) else []
-    kinds += [
+    shared = [
         name for name in summary["runs"][0]["profiles"] if all(name in run["profiles"] for run in summary["runs"])
     ]
+    # a variant that repeats the same other one in every run is that picture again
+    repeated = [curves.other_names(run) for run in summary["runs"]]
+    first = {name: {names.get(name) for names in repeated} for name in shared}
+    kinds += [name for name in shared if None in first[name] or len(first[name]) > 1]
     for kind in kinds:
         traces = []
         for i, (name, run) in enumerate(zip(summary["names"], summary["runs"], strict=True)):
