@@ -25,6 +25,8 @@ from posattn.tasks.lengths import PUBLISHED_ADDED, length_generalisation
 from posattn.tasks.tracking import Dynamics, HeadTracker
 from posattn.tasks.training import TrainingConfig, accuracy, load_snapshot
 
+#: most tokens added up to which heads are scored too
+WITH_HEADS = 1000
 #: two to four times the tasks' own 17 tokens
 MULTIPLES = (17, 34, 51)
 PUBLISHED = Path(__file__).parent / "data" / "published_heads.json"
@@ -122,6 +124,7 @@ def write_group(
     folder: Path, members: dict[str, tuple[Path, TrainingConfig]], published: dict[str, Any], args: argparse.Namespace
 ) -> None:
     """The tables, figures and summary of one group."""
+    import pandas as pd
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,8 +169,6 @@ def write_group(
             figure = Figure(figsize=(6.4, 4.2), layout="constrained")
             found.plot(figure.subplots())
             figure.savefig(folder / f"carried-{config.seed}.png", dpi=150)
-        import pandas as pd
-
         carried = pd.concat(frames)
         carried.to_csv(folder / "carried.csv", index=False)
         summary["carried"] = {seed: carried[carried["run"] == seed].to_dict("list") for seed in members}
@@ -175,7 +176,8 @@ def write_group(
         summary["lengths"], frames = {}, []
         for seed, (run, config) in members.items():
             own = config.make_task()
-            added = [0, *(n for n in sorted({*PUBLISHED_ADDED, *MULTIPLES}) if n <= args.longest)]
+            wanted = [0, *(n for n in sorted({*PUBLISHED_ADDED, *MULTIPLES}) if n <= args.longest)]
+            added = [n for n in wanted if n <= WITH_HEADS]
             curve = length_generalisation(
                 final_model(run),
                 own,
@@ -185,18 +187,22 @@ def write_group(
                 ablate=False,
             )
             frames.append(curve.to_dataframe().assign(run=seed, added=added))
+            # farther out the answers alone, on fewer samples
+            model, few = final_model(run), own.generate(max(1, args.samples // 2), seed=config.seed + 3_500_003)
+            beyond = {n: accuracy(model, own.prepend(few, n), batch=2)["accuracy"] for n in wanted if n > WITH_HEADS}
+            if beyond:
+                rows = [{"length": own.length + n, "value": v, "run": seed, "added": n} for n, v in beyond.items()]
+                frames.append(pd.DataFrame(rows).assign(samples=len(few)))
             curve.heads_dataframe().assign(run=seed).to_csv(folder / f"heads-by-length-{config.seed}.csv", index=False)
             figure = Figure(figsize=(6.4, 4.2), layout="constrained")
             curve.plot(figure.subplots())
             figure.savefig(folder / f"lengths-{config.seed}.png", dpi=150)
             summary["lengths"][seed] = {
-                "added": added,
-                "accuracy": curve.value.tolist(),
+                "added": [*added, *beyond],
+                "accuracy": [*curve.value.tolist(), *beyond.values()],
                 "predicted_break": [curve.predicted_break("first"), curve.predicted_break("median")],
                 "observed_break": curve.observed_break(),
             }
-        import pandas as pd
-
         pd.concat(frames).to_csv(folder / "lengths.csv", index=False)
         digitised = published["length_generalisation_digitised"]
         summary["published"]["lengths"] = {"added": digitised["added_tokens"], "accuracy": digitised.get(task)}
