@@ -26,7 +26,7 @@ from posattn.tasks.tracking import Dynamics, HeadTracker
 from posattn.tasks.training import TrainingConfig, accuracy, load_snapshot
 
 #: most tokens added up to which heads are scored too
-WITH_HEADS = 1000
+WITH_HEADS = 100
 #: two to four times the tasks' own 17 tokens
 MULTIPLES = (17, 34, 51)
 PUBLISHED = Path(__file__).parent / "data" / "published_heads.json"
