@@ -10,7 +10,7 @@ import numpy as np
 from posattn.reports import charts, common
 from posattn.reports.findings import heads_findings
 from posattn.reports.kit import Chart, Column, Control, Figure, Group, Link, Page, Section, Table
-from posattn.words import count, percent, span
+from posattn.words import count, number, percent, span
 
 LABELS = ("positional", "symbolic", "uniform", "mixed")
 #: colours of the labels, in their order, and a sign for those who cannot tell the colours apart
@@ -583,7 +583,7 @@ def _plain(values: Any) -> list[float | None]:
 
 def _facts(summary: Mapping[str, Any], t: int, h: int) -> list[tuple[str, str]]:
     def shown(value: Any, digits: int = 2) -> str:
-        return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
+        return "–" if value is None else number(value, digits)
 
     certain = summary["certain"][t][h]
     label = summary["labels"][t][h]
