@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_task(trained: Path, tmp_path: Path, capsys) -> 
     out = ["--out", str(tmp_path / "out")]
     assert "not of 'letter'" in refused(capsys, ["lengths", model, "--task", "letter", *out])
     assert "whole numbers" in refused(capsys, ["lengths", model, "--lengths", "a,b", *out])
-    assert "lengths start there" in refused(capsys, ["lengths", model, "--lengths", "3", *out])
+    assert "have 6 tokens, or more" in refused(capsys, ["lengths", model, "--lengths", "3", *out])
 
 
 def test_parse_lengths() -> None:

@@ -97,7 +97,7 @@ def test_paper_preset_is_the_published_architecture():
 
 
 def test_time_limit_stops_cleanly_and_says_so(tmp_path):
-    run = train(TrainingConfig(steps=16, **TINY), out=tmp_path / "run", max_seconds=0.0, progress=False)
+    run = train(TrainingConfig(steps=16, **TINY), out=tmp_path / "run", max_seconds=1e-9, progress=False)
     assert run.step == 0
     assert "of 16 steps" in run.stopped
     assert not run.converged
