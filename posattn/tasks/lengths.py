@@ -178,8 +178,12 @@ class LengthCurve(Result):
         if math.isfinite(predicted := self.predicted_break()) and predicted <= 4 * lengths[-1]:
             ax.axvline(predicted, color="grey", ls=":", label="predicted break")
         ax.set_xscale("log")
-        name = "accuracy" if self.metric == "accuracy" else "loss (nats a token)"
-        return plotting.finish(ax, x="length", y=name, legend=True)
+        ticks = [n for n in lengths if n == lengths[0] or n >= 1.25 * max(m for m in lengths if m < n)]
+        ax.set_xticks(ticks, [str(n) for n in ticks])
+        ax.minorticks_off()
+        right = self.metric == "accuracy"
+        name = "accuracy" if right else "loss (nats a token)"
+        return plotting.finish(ax, x="length", y=name, legend=True, ylim=(0, 1.05) if right else None)
 
 
 def length_generalisation(
