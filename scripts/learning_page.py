@@ -146,6 +146,10 @@ def shares(runs: dict[str, dict[str, Any]]) -> str:
 def page(folder: Path, published: dict[str, Any]) -> str:
     """All tables."""
     groups = {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))}
+    for path in sorted(folder.glob("*/far.json")):
+        for seed, curve in json.loads(path.read_text()).items():
+            for name in ("added", "accuracy"):
+                groups[path.parent.name]["lengths"][seed][name] += curve[name]
     if not groups:
         raise SystemExit(f"{folder} holds no group of scripts/learning_tables.py")
     runs = {f"{group}, {seed}": run for group, summary in groups.items() for seed, run in summary["runs"].items()}

@@ -1,6 +1,7 @@
 """Tables and figures of finished training runs, beside the published ones.
 
     python scripts/learning_tables.py OUT RUN [RUN ...] [--lengths] [--carried] [--samples 256]
+    python scripts/learning_tables.py OUT RUN [RUN ...] --far --samples 32
 
 A RUN is a folder of scripts/train_tasks.py (curves.jsonl, snapshots/, model/). Runs that differ in their seed alone are
 taken together. Heads come from the curves where they were tracked (--track), else from snapshots and final model.
@@ -109,15 +110,33 @@ def main() -> None:
     parser.add_argument("--carried", action="store_true", help="position carried in hidden states of the final models")
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--longest", type=int, default=1000, help="most tokens added")
+    parser.add_argument("--far", action="store_true", help="only the accuracy at 2,000 and 5,000 tokens, into far.json")
     parser.add_argument("--purity", type=float, default=0.2)
     args = parser.parse_args()
     groups: dict[str, dict[str, tuple[Path, TrainingConfig]]] = defaultdict(dict)
     for run in args.runs:
         config = TrainingConfig.from_json(json.loads((run / "config.json").read_text()))
         groups[group_name(config)][f"seed {config.seed}"] = (run, config)
+    if args.far:
+        for name, members in groups.items():
+            write_far(args.out / name, members, args.samples)
+        return
     published = json.loads(PUBLISHED.read_text())
     for name, members in groups.items():
         write_group(args.out / name, members, published, args)
+
+
+def write_far(folder: Path, members: dict[str, tuple[Path, TrainingConfig]], samples: int) -> None:
+    """Accuracy of the final models with the most tokens added, a few samples each."""
+    added = [n for n in PUBLISHED_ADDED if n > 1000]
+    found = {}
+    for seed, (run, config) in members.items():
+        own, model = config.make_task(), final_model(run)
+        few = own.generate(samples, seed=config.seed + 3_500_003)
+        values = [accuracy(model, own.prepend(few, n), batch=1)["accuracy"] for n in added]
+        found[seed] = {"added": added, "accuracy": values, "samples": samples}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "far.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def write_group(
