@@ -95,6 +95,11 @@ def measure_task(folder: Path) -> tuple[dict[str, Any], dict[str, int], int]:
     return measured, classify_heads(scores, 0.2).counts, task.length
 
 
+def without_local(facts: dict[str, Any]) -> dict[str, Any]:
+    """What does not belong to the machine that trained."""
+    return {key: value for key, value in facts.items() if key not in LOCAL}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=["bytes", "bytes-alibi", "numbers", "letters"])
@@ -106,20 +111,14 @@ def main() -> None:
     shutil.copytree(args.folder, target)
     of_task = not args.name.startswith("bytes")
     record = target / ("posattn_task.json" if of_task else "posattn_training.json")
-    facts = json.loads(record.read_text())
-    facts = {key: value for key, value in facts.items() if key not in LOCAL}
-    facts["arguments"] = {key: value for key, value in facts.get("arguments", {}).items() if key not in LOCAL}
+    facts = without_local(json.loads(record.read_text()))
     config = json.loads((target / "config.json").read_text())
     if of_task:
-        from posattn.tasks import make_task
-        from posattn.tasks.training import save_tokenizer
-
-        save_tokenizer(make_task(facts["task"], **facts["parameters"]), target)
         measured, counts, facts["length"] = measure_task(target)
         body, settings = task_card(facts, measured, counts), facts["training"]
-        facts.pop("arguments")
     else:
-        body, settings = bytes_card(args.name, facts, config), facts["arguments"]
+        facts["arguments"] = settings = without_local(facts["arguments"])
+        body = bytes_card(args.name, facts, config)
     record.write_text(json.dumps(facts, indent=1) + "\n")
     for path in target.iterdir():
         path.chmod(0o644)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
 
 def step(value: int | None) -> str:
     return "never" if value is None else f"{value:,}"
+
+
+def symbolic_layers(facts: dict[str, Any]) -> range:
+    """Layers published as symbolic: from the first to the last that the figure's description names."""
+    named = re.findall(r"L(\d+)", facts.get("symbolic_layers") or facts["symbolic_steps"])
+    return range(int(named[0]), int(named[-1]) + 1)
 
 
 def timeline(runs: dict[str, dict[str, Any]], published: dict[str, Any]) -> str:
@@ -45,7 +52,7 @@ def timeline(runs: dict[str, dict[str, Any]], published: dict[str, Any]) -> str:
     for task in ("number", "letter"):
         facts = published["pure_heads_digitised"][task]
         positional = facts.get("positional_step", {})
-        symbolic = facts.get("symbolic", 8)
+        symbolic = len(symbolic_layers(facts))
         rows.append(
             [
                 f"{task}, published",
@@ -71,11 +78,8 @@ def emergence(runs: dict[str, dict[str, Any]], published: dict[str, Any]) -> str
     for task in ("number", "letter"):
         facts = published["pure_heads_digitised"][task]
         told = facts.get("positional_step", {})
-        cells = [f"pos {told[f'L{i}']:,}" if f"L{i}" in told else "" for i in range(layers)]
-        if task == "number":
-            cells = [cell or "sym" for cell in cells]
-        else:
-            cells = ["" if i == 0 else "sym" for i in range(layers)]
+        sure = symbolic_layers(facts)
+        cells = [f"pos {told[f'L{i}']:,}" if f"L{i}" in told else "sym" if i in sure else "" for i in range(layers)]
         rows.append([f"{task}, published", *cells])
     for name, run in runs.items():
         rows.append([name, *(f"{h['label'][:3]} {h['since']:,}" for h in run["heads"])])

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.scripts import ROOT, load_script
+
 RESULTS = ROOT / "docs" / "results" / "learning"
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("learning_page", ROOT / "scripts" / "learning_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_tables_are_those_of_the_summaries():
-    module = script()
+    module = load_script("scripts/learning_page.py")
     published = json.loads((ROOT / "scripts" / "data" / "published_heads.json").read_text("utf-8"))
     text = (ROOT / "docs" / "theory" / "learning.md").read_text("utf-8")
     made = text.split(module.BEGIN)[1].split(module.END)[0].strip()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-_SPEC = importlib.util.spec_from_file_location("reproduced", ROOT / "scripts" / "reproduced.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-reproduced = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(reproduced)
+from tests.scripts import ROOT, load_script
+
+reproduced = load_script("scripts/reproduced.py")
 
 
 def rows(lines: list[str]) -> list[list[str]]:

@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-_SPEC = importlib.util.spec_from_file_location("train_bytes", Path(__file__).parents[1] / "scripts" / "train_bytes.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-train_bytes = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(train_bytes)
+from tests.scripts import load_script
+
+train_bytes = load_script("scripts/train_bytes.py")
 
 
 @settings(deadline=None, max_examples=8)

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posattn.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from posattn.tasks.base import Task
 
 
 def choice(option: str, value: str, known: Iterable[str], also: str = "") -> str:
@@ -55,6 +59,16 @@ def source(text: str | None) -> None:
 
     if text is not None:
         check_source(text)
+
+
+def task_length(option: str, length: int, task: Task) -> None:
+    """A length that a sample of the task fits into.
+
+    Raises:
+        InputError: a shorter one.
+    """
+    if length < task.length:
+        raise InputError(f"{option} {length}: samples of task '{task.name}' have {task.length} tokens, or more")
 
 
 def target(value: str) -> str | int:

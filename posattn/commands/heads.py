@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from posattn.commands import checks, options, output
-from posattn.commands.documents import read_documents
+from posattn.commands.documents import document_length, read_documents
 from posattn.errors import InputError, UnsupportedModelError
 from posattn.words import count
 
@@ -63,7 +63,8 @@ def heads(
     checks.purity(purity)
     checks.machine(device, dtype)
     checks.source(text)
-    wanted = check_queries(chosen_queries(queries), known_length(model, text, length), seed)
+    size = document_length(model, text, length, LENGTH)
+    wanted = check_queries(chosen_queries(queries), size, seed)
     check_mode(ablation_mode or "zero")
     if ablation_mode is not None and not ablate:
         raise InputError("--ablation-mode says how --ablate removes heads: add --ablate, or leave it out")
@@ -78,8 +79,7 @@ def heads(
             model,
             loaded,
             text,
-            length=length,
-            default=LENGTH,
+            length=size,
             samples=samples,
             batch_size=batch_size,
             bos=bos,
@@ -123,17 +123,7 @@ def chosen_queries(text: str) -> str | int | list[int]:
         raise InputError(f"--queries is last, all, a number or positions such as 5,9,-1; not {text!r}") from None
 
 
-def known_length(model: str, text: str | None, length: int | None) -> int | None:
-    """How long the documents will be, as far as that is known before anything is loaded."""
-    if length is not None or text is not None:
-        return length or LENGTH
-    from posattn.tasks.lengths import model_task
-
-    task = model_task(model)
-    return LENGTH if task is None else task.length
-
-
-def check_queries(queries: str | int | list[int], length: int | None, seed: int) -> str | int | list[int]:
+def check_queries(queries: str | int | list[int], length: int, seed: int) -> str | int | list[int]:
     """The queries themselves, once a document of this length is known to have them.
 
     Raises:
@@ -141,8 +131,7 @@ def check_queries(queries: str | int | list[int], length: int | None, seed: int)
     """
     from posattn.heads.documents import choose_queries
 
-    if length is not None:
-        choose_queries(queries, length, seed)
+    choose_queries(queries, length, seed)
     return queries
 
 

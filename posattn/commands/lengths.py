@@ -137,9 +137,9 @@ def check_lengths(wanted: list[int] | None, task: Any, targets: int) -> None:
     """
     if wanted is None:
         return
-    if task is not None and wanted[0] < task.length:
-        raise InputError(f"--lengths {wanted[0]}: samples of task '{task.name}' have {task.length} tokens, or more")
-    if task is None and (wanted[0] <= targets or wanted[0] < 3):
+    if task is not None:
+        checks.task_length("--lengths", wanted[0], task)
+    elif wanted[0] <= targets or wanted[0] < 3:
         raise InputError(
             f"--lengths {wanted[0]} leaves no context before the {count(targets, 'measured token')} (--targets)"
         )

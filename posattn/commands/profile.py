@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from posattn.commands import checks, options, output
-from posattn.commands.documents import read_documents
+from posattn.commands.documents import document_length, read_documents
 from posattn.errors import InputError
 from posattn.words import count
 
@@ -85,11 +85,10 @@ def profile(
     output.quiet_libraries()
     wanted = chosen_target(method, target)
     checks.machine(device, dtype)
-    adapter = chosen_adapter(adapter, bins, length=length or LENGTH, per_head=per_head, all_variants=all_variants)
+    size = document_length(model, text, length, LENGTH)
+    adapter = chosen_adapter(adapter, bins, length=size, per_head=per_head, all_variants=all_variants)
     if dry_run:
-        would_need(
-            model, length or LENGTH, samples, batch_size, device, dtype, per_head, not no_influence, adapter, bins
-        )
+        would_need(model, size, samples, batch_size, device, dtype, per_head, not no_influence, adapter, bins)
         if all_variants:
             print("The further passes of --all-variants are not counted.")
         return
@@ -107,8 +106,7 @@ def profile(
             model,
             loaded,
             text,
-            length=length,
-            default=LENGTH,
+            length=size,
             samples=samples,
             batch_size=batch_size,
             bos=bos,
@@ -150,9 +148,10 @@ def chosen_adapter(name: str, bins: int | None, *, length: int, per_head: bool, 
     Raises:
         InputError: an unknown adapter, or options that cannot go with `--bins`.
     """
-    known = ("bridge", "hooked", "plain", "auto")
-    if name not in known:
-        raise InputError(f"--adapter is one of {', '.join(known)}; not {name!r}")
+    from posattn.models.loading import ADAPTERS
+
+    if name not in ADAPTERS:
+        raise InputError(f"--adapter is one of {', '.join(ADAPTERS)}; not {name!r}")
     if bins is None:
         return name
     if per_head or all_variants:

@@ -50,8 +50,7 @@ def swap_scores(
     count, n, width = keys.shape
     if n < 2:
         raise InputError("a swap needs two earlier keys in view: use a longer prompt or a later query")
-    if not (tau >= 0 and math.isfinite(tau)):
-        raise InputError(f"tau must be a finite number of at least 0, not {tau}")
+    _check_tau(tau)
     if not torch.isfinite(weights).all():
         raise InputError("attention weights are not finite")
     ordered, order = weights.double().sort(-1, descending=True)
@@ -83,16 +82,13 @@ def swap_scores(
             row_m, column_m = cap((row_q * row_k).sum(-1), softcap), cap((column_q * column_k).sum(-1), softcap)
             before = row_m.unsqueeze(-1) - column_m.unsqueeze(-2)
             after = cap(row_q @ column_k.mT, softcap) - cap(row_k @ column_q.mT, softcap)
-            c0, s0 = torch.sigmoid(2 * before).sqrt_(), torch.sigmoid(-2 * before).sqrt_()
-            c1, s1 = torch.sigmoid(2 * after).sqrt_(), torch.sigmoid(-2 * after).sqrt_()
             weight = high[chosen, :r].unsqueeze(-1) * low[chosen, n - c :].unsqueeze(-2)
             # each pair once: the row's place in the order is before the column's
             weight = weight.triu(1 - (n - c)).to(keys.dtype)
             total = weight.sum((-1, -2), dtype=torch.float64)
-            same = torch.addcmul(c0 * c1, s0, s1).mul_(weight)
-            other = torch.addcmul(s0 * c1, c0, s1).mul_(weight)
-            positional[chosen] = same.sum((-1, -2), dtype=torch.float64) / total
-            symbolic[chosen] = other.sum((-1, -2), dtype=torch.float64) / total
+            same, other = _cosines(before, after)
+            positional[chosen] = same.mul_(weight).sum((-1, -2), dtype=torch.float64) / total
+            symbolic[chosen] = other.mul_(weight).sum((-1, -2), dtype=torch.float64) / total
     return positional.clamp_(0, 1).to(keys.dtype), symbolic.clamp_(0, 1).to(keys.dtype)
 
 
@@ -114,18 +110,27 @@ def pair_scores(
     Raises:
         InputError: a negative τ.
     """
-    if not (tau >= 0 and math.isfinite(tau)):
-        raise InputError(f"tau must be a finite number of at least 0, not {tau}")
+    _check_tau(tau)
     m, d = logits.double(), weights.double()
     own = m.diagonal(dim1=1, dim2=2)
     before, after = own.unsqueeze(-1) - own.unsqueeze(-2), m - m.mT
-    c0, s0 = torch.sigmoid(2 * before).sqrt(), torch.sigmoid(-2 * before).sqrt()
-    c1, s1 = torch.sigmoid(2 * after).sqrt(), torch.sigmoid(-2 * after).sqrt()
     chosen = allowed & torch.ones_like(allowed).triu(1)
     gap = (d.unsqueeze(-1) - d.unsqueeze(-2)).abs().masked_fill(~chosen, -torch.inf)
     largest = gap.amax((-1, -2), keepdim=True)
     share = torch.exp((gap - largest) / tau) if tau > 0 else (gap == largest).double()
     share = share.masked_fill(~chosen, 0.0)
     total = share.sum((-1, -2))
-    same, other = (c0 * c1 + s0 * s1) * share, (s0 * c1 + c0 * s1) * share
-    return (same.sum((-1, -2)) / total).to(logits.dtype), (other.sum((-1, -2)) / total).to(logits.dtype)
+    same, other = ((cosine * share).sum((-1, -2)) / total for cosine in _cosines(before, after))
+    return same.to(logits.dtype), other.to(logits.dtype)
+
+
+def _cosines(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """cos(D', D) and cos(D', D exchanged) from δ and δ' (module docstring)."""
+    c0, s0 = torch.sigmoid(2 * before).sqrt_(), torch.sigmoid(-2 * before).sqrt_()
+    c1, s1 = torch.sigmoid(2 * after).sqrt_(), torch.sigmoid(-2 * after).sqrt_()
+    return torch.addcmul(c0 * c1, s0, s1), torch.addcmul(s0 * c1, c0, s1)
+
+
+def _check_tau(tau: float) -> None:
+    if not (tau >= 0 and math.isfinite(tau)):
+        raise InputError(f"tau must be a finite number of at least 0, not {tau}")

@@ -30,6 +30,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from posattn.errors import CheckpointError, InputError
+from posattn.models.loading import placement
 from posattn.results import read_tensors, write_tensors
 from posattn.tasks import Samples, Task, make_task
 from posattn.words import count
@@ -244,12 +245,9 @@ def train(
         CheckpointError: the state in `out` belongs to another task or config, or cannot be read.
         GraphCaptureError: `graph` and the capture failed.
     """
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise InputError(f"unknown device {str(device)!r}: say cpu, cuda or cuda:1") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise InputError(f"no {device.type.upper()} device is available: use device='cpu'")
+    device, _ = placement(device)
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"training runs on the CPU or on CUDA, not on {device.type}: use device='cpu'")
     if max_seconds is not None and not max_seconds > 0:
         raise InputError(f"max_seconds must be above 0, not {max_seconds}")
     folder = Path(out) if out is not None else None
@@ -506,7 +504,10 @@ def save_model(model: Any, config: TrainingConfig, folder: str | Path, facts: di
     stored = build_model(config)
     stored.load_state_dict({k: v.detach().cpu().float() for k, v in model.state_dict().items()})
     stored.half().save_pretrained(target)
-    save_tokenizer(task, target)
+    task.tokenizer().save_pretrained(target)
+    tokens = target / "tokenizer_config.json"  # the class name that transformers 4 and 5 both know
+    named = json.loads(tokens.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokens.write_text(json.dumps(named, indent=1) + "\n")
     described = {
         "task": task.name,
         "parameters": task.parameters,
@@ -515,11 +516,3 @@ def save_model(model: Any, config: TrainingConfig, folder: str | Path, facts: di
     }
     (target / "posattn_task.json").write_text(json.dumps(described, indent=1) + "\n")
     return target
-
-
-def save_tokenizer(task: Task, folder: Path) -> None:
-    """Write the task's tokenizer beside a model."""
-    task.tokenizer().save_pretrained(folder)
-    path = folder / "tokenizer_config.json"  # the class name that transformers 4 and 5 both know
-    named = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    path.write_text(json.dumps(named, indent=1) + "\n")
