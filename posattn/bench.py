@@ -37,6 +37,9 @@ from posattn.errors import InputError
 SCHEMA = 1
 #: yardsticks, beside the jobs in every group
 COPY, MATMUL = "copy", "matrix product"
+#: seconds for which a job runs on the CPU before it is timed: a library's threads keep a core busy for a while after
+#: their work (NumPy's halve the copy that comes next, which would flatter every share of it), and sleep afterwards
+SETTLE = 0.1
 #: columns of the CSV file, in this order
 COLUMNS = (
     "group", "job", "status", "device", "dtype", "batch", "layers", "n", "queries", "median_s", "lowest_s", "spread",
@@ -205,16 +208,20 @@ def _time_in_turns(jobs: Sequence[Job], device: str, seconds: float, rounds: int
     """Seconds a run for each job, one number a round: the mean of as many runs as the clock needs."""
     clock = _cuda_clock if device == "cuda" else _host_clock
     shortest = 5e-3 if device == "cuda" else 2e-3
+    settle = 0.0 if device == "cuda" else SETTLE
     repeats, cost = {}, 0.0
     for job in jobs:
         clock(job.run, 1)
         once = clock(job.run, 1)
         repeats[job.name] = max(1, math.ceil(shortest / max(once, 1e-6)))
-        cost += max(once, shortest)
+        cost += max(once, shortest) + settle
     rounds = max(3, min(rounds, int(seconds / cost)))
     samples: dict[str, list[float]] = {job.name: [] for job in jobs}
     for _ in range(rounds):
         for job in jobs:
+            begun = time.perf_counter()
+            while time.perf_counter() - begun < settle:
+                job.run()
             samples[job.name].append(clock(job.run, repeats[job.name]))
     return samples
 
