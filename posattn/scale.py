@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from posattn.errors import InputError, UnsupportedModelError
+from posattn.words import count
 
 #: share of a large matrix product's rate that whole models reach
 EFFICIENCY = 0.4
@@ -100,20 +101,21 @@ class Estimate:
         job, shape = self.job, self.shape
         parts = ", ".join(f"{name} {size(value)}" for name, value in self.memory.items() if value)
         return [
-            f"{shape.name}: {shape.parameters / 1e6:.4g} million parameters in {job.dtype}, {shape.layers} layers, "
-            f"{shape.heads} heads, {job.samples} documents of {job.length} tokens, {job.batch_size} at a time",
+            f"{shape.name}: {shape.parameters / 1e6:.4g} million parameters in {job.dtype}, "
+            f"{count(shape.layers, 'layer')}, {count(shape.heads, 'head')}, {count(job.samples, 'document')} of "
+            f"{count(job.length, 'token')}, {job.batch_size} at a time",
             f"memory: about {size(self.peak)} of {size(self.free)} free ({parts})",
             f"time: about {duration(self.seconds)} ({self.operations:.2g} floating point operations)",
         ]
 
 
-def size(count: float) -> str:
+def size(number: float) -> str:
     """Bytes in words."""
     for unit in _UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} {_UNITS[-1]}"
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} {_UNITS[-1]}"
 
 
 def duration(seconds: float) -> str:

@@ -400,7 +400,7 @@ def test_a_model_of_a_task_is_measured_on_that_task(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     # the estimate is of the samples that would be measured, not of a text's default
     assert main(["profile", str(folder), "--samples", "4", "--dry-run"]) == 0
-    assert f"4 documents of {own} tokens" in capsys.readouterr().out
+    assert f"2 layers, 1 head, 4 documents of {own} tokens" in capsys.readouterr().out
     # a text that is none of the task's words must not be read as tokens of the task
     assert "outside the model's vocabulary" in refused(capsys, ["heads", str(folder), "--text", "bundled:python-docs"])
     assert f"have {own} tokens" in refused(capsys, ["profile", str(folder), "--length", str(own - 1)])
