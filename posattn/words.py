@@ -21,6 +21,7 @@ _PLURALS = {
     "holds": "hold",
     "attends": "attend",
     "moves": "move",
+    "reaches": "reach",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -208,7 +209,21 @@ def test_wrong_use_is_refused() -> None:
 
 def test_too_few_documents_are_mentioned() -> None:
     tokens = Tokens(_tokens(2, 4), facts={"samples_asked": 5, "skipped_too_short": 1})
-    assert any("Only 2 of the 5" in warning for warning in _measure(Toy(), tokens).warnings)
+    assert "Only 2 of the 5 documents asked for were found (1 was too short)." in _measure(Toy(), tokens).warnings
+
+
+def test_warnings_count_one_as_one() -> None:
+    model = Toy(layers=1)
+    with torch.no_grad():
+        model.module.positions[0] += 300.0
+    one = Tokens(_tokens(1, 4), facts={"samples_asked": 2, "skipped_too_short": 0})
+    said = list(_measure(model, one).warnings)
+    assert "Only 1 of the 2 documents asked for was found." in said
+    assert any(line.startswith("In 1 of 1 layer one position holds") for line in said)
+    said += list(_run(model, [_tokens(2, 4), _tokens(1, 8)]).warnings)
+    assert any("3 reach the first position, 1 the last" in line for line in said)
+    wrong = [line for line in said if re.search(r"\b1 (?:layers|documents|positions|reach|were)\b", line)]
+    assert wrong == []
 
 
 def test_progress_goes_to_stderr(capsys) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,21 @@ def test_outputs_are_those_of_one_run_or_none(path: Path) -> None:
     assert all(output.output_type != "error" for output in outputs)
     # warnings and progress name the machine that ran it
     assert all(output.get("name") != "stderr" for output in outputs)
+    shown = json.dumps(outputs)
+    assert not re.search(r"(?<![\w/])/(?:home|root|tmp|usr|opt|var|work|mnt|private|Users)/|site-packages|[A-Z]:\\\\Users", shown)
+
+
+def test_the_u_index_of_the_quickstart_leaves_out_the_first_position_and_says_so() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    cells = nbformat.read(ROOT / "notebooks" / "00_quickstart.ipynb", as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    words = " ".join("\n".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
+    assert "u_index" in code
+    assert "describe_profile(influence.profile).without_first" in code
+    for told in ("thinner end (first or last eighth) over the middle half's, minus 1", "the first position is left out"):
+        assert told in words
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert "density of the thinner end (first or last eighth) over the middle half's, minus 1" in readme
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from posattn.probes.session import Session, as_a_model, attach
 from posattn.probes.streamed import BinnedKernels, StreamedKernelProbe
 from posattn.results import Provenance, Result, provenance, read_tensors, write_tensors
 from posattn.tokens import Tokens, load_tokens
+from posattn.words import count, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -240,7 +241,7 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
         t = int(mixing.largest_position_share.argmax())
         at = int(mixing.stream_share[t].argmax())
         yield (
-            f"In {len(massive)} of {len(mixing.token)} layers one position holds most of the residual stream's energy "
+            f"In {len(massive)} of {count(len(mixing.token), 'layer')} one position holds most of the residual stream's energy "
             f"(layer {t}: {float(mixing.largest_position_share[t]):.0%}, mostly position {at}). "
             f"The Frobenius λ describes that position there; in layer {t} it is {float(mixing.frobenius[t]):.3g} "
             f"where the token-wise λ is {float(mixing.token[t]):.3g}."
@@ -260,9 +261,9 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
                 "they were renormalised."
             )
     if int(kernels.counts.min()) < int(kernels.counts.max()):
+        most, fewest = int(kernels.counts.max()), int(kernels.counts.min())
         yield (
-            f"The documents differ in length: {int(kernels.counts.max())} reach the first position, "
-            f"{int(kernels.counts.min())} the last."
+            f"The documents differ in length: {most} {plural(most, 'reaches')} the first position, {fewest} the last."
         )
     if isinstance(kernels, BinnedKernels):
         binning = _binning(mixing, kernels)
@@ -270,14 +271,15 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
         bound = binning["bound"]
         says = f"is off by at most {bound:.2g}" if bound < 1 else "has no useful bound"
         yield (
-            f"Kernels are binned, {kernels.width} positions a bin: profiles are of bins, and the first one stands "
+            f"Kernels are binned, {count(kernels.width, 'position')} a bin: profiles are of bins, and the first one stands "
             "where tables speak of the first position. A row strays from its bin's mean by "
             f"{binning['strays']:.2g} on average (total variation); the rollout {says}."
         )
     asked, used = (facts.get("tokens") or {}).get("samples_asked"), kernels.documents
     if asked is not None and used < asked:
         skipped = facts["tokens"].get("skipped_too_short", 0)
-        yield f"Only {used} of the {asked} documents asked for were found ({skipped} were too short)."
+        short = f" ({skipped} {plural(skipped, 'was')} too short)" if skipped else ""
+        yield f"Only {used} of the {asked} documents asked for {plural(used, 'was')} found{short}."
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------
