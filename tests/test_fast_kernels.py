@@ -1,5 +1,5 @@
-"""The fast rollouts against the definition: torch in this process, Triton in its interpreter (a process of its own,
-because triton decides when it is imported) and, where there is a CUDA device, compiled.
+"""The fast rollouts against the definition: torch and numba in this process, Triton in its interpreter (a process of
+its own, because triton decides when it is imported) and, where there is a CUDA device, compiled.
 
 As a program (`python tests/test_fast_kernels.py OUT.json`) it runs the Triton cases and writes their errors.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 
 from posattn.errors import InputError
 from posattn.rollout import fast, triton_kernels
+from posattn.rollout.dense import rollout
 
 ROOT = Path(__file__).parent.parent
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -201,6 +203,78 @@ def test_gradients_equal_those_of_the_plain_loop_in_float32() -> None:
     for grads in found[1:]:
         for got, wanted in zip(grads, found[0], strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+# ---- numba ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
+def test_numba_equals_the_definition(case: Case, dtype: str) -> None:
+    numba_kernels = pytest.importorskip("posattn.rollout.numba_kernels")
+    lam, a = make(case, DTYPES[dtype])
+    expected = reference(lam, a)
+    bound = 2e-15 * case.layers if dtype == "f64" else 1e-6  # sums are float32 whatever the kernels' dtype
+    threads = torch.get_num_threads()
+    try:
+        for threads_now in (1, 2, 3):
+            torch.set_num_threads(threads_now)
+            for rows in queries_of(case.n).values():
+                got = numba_kernels.rollout_numba(lam, a, rows)
+                assert got.dtype == (torch.float64 if dtype == "f64" else torch.float32)
+                assert distance(got, expected[..., rows, :]) <= bound
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_numba_broadcasts_and_reads_no_group_above_the_diagonal() -> None:
+    numba_kernels = pytest.importorskip("posattn.rollout.numba_kernels")
+    lam, a = make(Case((2, 3), 3, 100, "contiguous", "random"), torch.float32)
+    rows = torch.tensor([99, 40])
+    shared = a[0]
+    got = numba_kernels.rollout_numba(lam, shared, rows)
+    assert distance(got, reference(lam, shared.expand_as(a))[..., rows, :]) <= 1e-6
+    got = numba_kernels.rollout_numba(lam[0, 0], a, rows)
+    assert distance(got, reference(lam[0, 0].expand_as(lam), a)[..., rows, :]) <= 1e-6
+    poisoned = a.clone()
+    group = torch.arange(100) // 8
+    poisoned[..., group[:, None] < group[None, :]] = torch.nan
+    assert torch.equal(numba_kernels.rollout_numba(lam, poisoned, rows), numba_kernels.rollout_numba(lam, a, rows))
+    assert numba_kernels.rollout_numba(lam, a, rows[:0]).shape == (2, 3, 0, 100)
+
+
+def test_numba_takes_only_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba_kernels = pytest.importorskip("posattn.rollout.numba_kernels")
+    lam, a = make(CASES[2], torch.float32)
+    last = torch.tensor([6])
+    with pytest.raises(InputError, match="gradient"):
+        numba_kernels.rollout_numba(lam, a.clone().requires_grad_(), last)
+    with pytest.raises(InputError, match="on the CPU"):
+        numba_kernels.rollout_numba(lam, a.to("meta"), last)
+    with pytest.raises(InputError, match="causal"):
+        rollout(lam, a.flip((-1, -2)), impl="numba")
+    # chosen by itself only where it is compiled already, and never where a gradient is wanted
+    assert rollout(lam, a).impl == "numba"
+    assert rollout(lam, a.clone().requires_grad_()).impl == "rows"
+    monkeypatch.delitem(sys.modules, "posattn.rollout.numba_kernels")
+    assert rollout(lam, a).impl == "rows"
+
+
+def test_numba_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "posattn.rollout.numba_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(InputError, match=r"pip install 'posattn\[numba\]'"):
+        rollout(*make(CASES[2], torch.float32), impl="numba")
+
+
+def test_numba_from_several_threads_at_once() -> None:
+    numba_kernels = pytest.importorskip("posattn.rollout.numba_kernels")
+    lam, a = make(Case((), 3, 300, "contiguous", "random"), torch.float32)
+    last = torch.tensor([299])
+    alone = numba_kernels.rollout_numba(lam, a, last)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: numba_kernels.rollout_numba(lam, a, last), range(40)))
+    assert all(torch.equal(got, alone) for got in found)
 
 
 # ---- triton ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, str | None]] = {
     "reference": ("posattn.rollout.dense:reference_rows", "posattn.rollout.dense:reference_whole"),
     "matmul": (None, "posattn.rollout.dense:blocked_whole"),
     "rows": ("posattn.rollout.fast:rollout_rows", None),
+    "numba": ("posattn.rollout.numba_kernels:rollout_numba", None),
     "triton": ("posattn.rollout.triton_kernels:rollout_triton", "posattn.rollout.triton_kernels:rollout_triton"),
 }
 _NAMES = (*IMPLEMENTATIONS, "structured", "auto")
@@ -139,7 +141,8 @@ def rollout(
         kernels: attention kernels A [..., T, N, N], rows summing to 1; or one structured kernel (for all layers, or
             with the layers as its last batch dimension), or a list of one structured kernel per layer.
         queries: "last", "all", or the positions whose rows are wanted (negative ones count from the end).
-        impl: "auto", "reference" (float64), "matmul" (whole P), "rows", "triton", or "structured".
+        impl: "auto", "reference" (float64), "matmul" (whole P), "rows", "numba" (rows on the CPU), "triton", or
+            "structured". The first use of numba compiles for some seconds; "auto" takes it from then on.
         depth: "final", or "every" for P(1) to P(T).
         dtype: what to compute in; by default the kernels' own, float32 where that is half precision. `torch.bfloat16`
             is faster where the processor multiplies it, and good for two to three digits.
@@ -214,8 +217,8 @@ def _run(name: str, mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool, 
     n = kernels.shape[-1]
     for_rows, for_whole = IMPLEMENTATIONS[name]
     if not causal:
-        if name == "triton":
-            raise InputError("impl='triton' needs causal kernels: these have weight above the diagonal")
+        if name in ("triton", "numba"):
+            raise InputError(f"impl={name!r} needs causal kernels: these have weight above the diagonal")
         for_rows, for_whole = (
             (for_rows, for_whole)
             if name == "reference"
@@ -268,7 +271,11 @@ def _pick(mixing: Tensor, kernels: Tensor, rows: Tensor, depth: str, causal: boo
         return "triton"
     # rows cost Q/N of the whole per layer, but read every kernel; for many depths the whole P is cheaper
     few = len(rows) * (kernels.shape[-3] if depth == "every" else 1) * 2 <= kernels.shape[-1]
-    return "rows" if few else "matmul"
+    if not few:
+        return "matmul"
+    # not worth seconds of compiling for one rollout, and faster in all that follow
+    compiled = "posattn.rollout.numba_kernels" in sys.modules
+    return "numba" if compiled and causal and not kernels.is_cuda and not needs_gradient else "rows"
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
