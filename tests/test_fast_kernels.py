@@ -146,6 +146,19 @@ def test_torch_implementations_equal_the_definition(case: Case, dtype: str) -> N
         assert distance(fast.rollout_rows(lam, a, rows), expected[..., rows, :]) <= bound
 
 
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_the_row_product_of_long_kernels(case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "_BATCHED_FROM", 1)
+    monkeypatch.setattr(fast, "_LOOP_FROM", 1)
+    lam, a = make(case, DTYPES[dtype])
+    expected = reference(lam, a)
+    bound = limit(DTYPES[dtype], distance(plain(lam, a), expected))
+    for row in (0, case.n // 2, case.n - 1):
+        got = fast.rollout_rows(lam, a, torch.tensor([row]))
+        assert distance(got, expected[..., [row], :]) <= bound
+
+
 def test_lambda_zero_is_the_identity_and_one_is_the_product_exactly() -> None:
     lam, a = make(Case((2,), 3, 24, "contiguous", "zero"), torch.float32)
     eye = torch.eye(24).expand(2, 24, 24)

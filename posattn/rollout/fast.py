@@ -38,6 +38,8 @@ from torch.autograd.function import once_differentiable
 
 #: lengths from which a batch entry is worth its own loop over blocks; shorter ones go through batched products
 _LOOP_FROM = 192
+#: length from which one row's product is many short ones, see `_vector_product`
+_BATCHED_FROM = 3072
 #: edge of the blocks of bfloat16 products: smaller ones do not keep the processor's matrix units busy
 _BFLOAT16_BLOCK = 256
 
@@ -315,7 +317,8 @@ def _row_step(v: Tensor, a: Tensor, lam: float, rows: Tensor | None) -> Tensor:
 def _vector_product(v: Tensor, a: Tensor) -> Tensor:
     """v a for one row, v [n], a [>=n, >=n], by row blocks cut off at the diagonal.
 
-    NumPy's BLAS (OpenBLAS) reads memory faster here than the one inside torch; the blocks are views for both.
+    NumPy's BLAS (OpenBLAS) reads memory faster here than the one inside torch, up to where torch's batched products of
+    many short pieces are faster than both; the blocks are views for all of them.
     """
     n = v.shape[0]
     out = torch.zeros_like(v)
@@ -328,6 +331,13 @@ def _vector_product(v: Tensor, a: Tensor) -> Tensor:
         for r0, r1 in _spans(n, size):
             block = buffer[: (r1 - r0) * r1].view(r1 - r0, r1).copy_(a[r0:r1, :r1])
             out[:r1].addmv_(block.T, v[r0:r1])
+        return out
+    if n >= _BATCHED_FROM:
+        for r0, r1 in _spans(n, 1024):
+            even = r1 - (r1 - r0) % 128
+            parts = torch.bmm(v[r0:even].view(-1, 1, 128), a[r0:even, :r1].unflatten(0, (-1, 128)))
+            out[:r1] += parts.sum((0, 1))
+            out[:r1].addmv_(a[even:r1, :r1].T, v[even:r1])
         return out
     vector, total, matrix = v.numpy(), out.numpy(), a.detach().numpy()
     for r0, r1 in _spans(n, size):
