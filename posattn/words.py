@@ -64,6 +64,8 @@ def percent(share: SupportsFloat | None, digits: int = 0, *, less: str = "less t
     if share is None:
         return "–"
     share = float(share)
+    if share == 0 or 0 <= share - 1 < 1e-6:  # exactly, or a rounding above all: no digits that say nothing
+        return f"{abs(share):.0%}"
     shown = f"{share:.{digits}%}"
     step = 10.0**-digits
     if share > 0 and float(shown[:-1]) == 0:

@@ -31,7 +31,9 @@ def test_outputs_are_those_of_one_run_or_none(path: Path) -> None:
     # warnings and progress name the machine that ran it
     assert all(output.get("name") != "stderr" for output in outputs)
     shown = json.dumps(outputs)
-    assert not re.search(r"(?<![\w/])/(?:home|root|tmp|usr|opt|var|work|mnt|private|Users)/|site-packages|[A-Z]:\\\\Users", shown)
+    assert not re.search(
+        r"(?<![\w/])/(?:home|root|tmp|usr|opt|var|work|mnt|private|Users)/|site-packages|[A-Z]:\\\\Users", shown
+    )
 
 
 def test_the_u_index_of_the_quickstart_leaves_out_the_first_position_and_says_so() -> None:
@@ -41,7 +43,10 @@ def test_the_u_index_of_the_quickstart_leaves_out_the_first_position_and_says_so
     words = " ".join("\n".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
     assert "u_index" in code
     assert "describe_profile(influence.profile).without_first" in code
-    for told in ("thinner end (first or last eighth) over the middle half's, minus 1", "the first position is left out"):
+    for told in (
+        "thinner end (first or last eighth) over the middle half's, minus 1",
+        "the first position is left out",
+    ):
         assert told in words
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert "density of the thinner end (first or last eighth) over the middle half's, minus 1" in readme

@@ -166,7 +166,9 @@ def test_predictions_without_a_measured_influence_stand_untested() -> None:
 
 def test_heads_are_counted_and_named() -> None:
     summary = heads_summary()
-    assert "Of 12 heads, 1 positional, 1 symbolic, 0 uniform and 10 mixed." in text_of(findings.label_counts(summary))
+    assert "Of 12 heads, 1 is positional, 1 symbolic, 0 uniform and 10 mixed." in text_of(
+        findings.label_counts(summary)
+    )
     assert "12 of 12 labels stay the same" in text_of(findings.label_counts(summary))
     assert "64 queries in 8 documents" in text_of(findings.label_counts(summary))
     assert "Purest positional: L0H0; purest symbolic: L1H1." in text_of(findings.purest_heads(summary))
@@ -248,7 +250,7 @@ def test_the_strongest_force_and_the_condition_of_a_collapse_are_named() -> None
     summary = simulate_summary()
     text = text_of(findings.strongest_force(summary))
     assert text.startswith("The causal mask moves the mean position most, towards the beginning")
-    assert "the residual 0.20" in text
+    assert "the residual +0.20" in text
     assert "content" not in text.split(".")[0]
     text = text_of(findings.more_depth(summary))
     assert "provided that the first column of A stays bounded below" in findings.more_depth(summary).text

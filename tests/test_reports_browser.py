@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,55 @@ def test_nothing_overlaps_on_a_narrow_page(opened: Any, command: str, chart: str
     assert tab.evaluate(f"document.querySelectorAll('#{chart} {one}').length") > 0
     assert tab.evaluate(f"document.querySelectorAll('#{chart} {other}').length") > 0
     assert tab.evaluate(f"{APART}({[chart, one, other]})") == 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 12, 30])
+def test_layers_are_counted_in_whole_numbers_that_do_not_touch(opened: Any, layers: int) -> None:
+    for width in (1280, 400):
+        tab = opened(profile_page(profile_summary("u", layers, 64, sink=True), profile_arrays(layers, 64)), width=width)
+        for chart in ("mixing-chart", "first-chart", "mixing-positions"):
+            axis = ".ytick" if chart == "mixing-positions" else ".xtick"
+            shown = tab.evaluate(f"[...document.querySelectorAll('#{chart} {axis} text')].map(e => e.textContent)")
+            assert shown
+            assert all(text.isdigit() for text in shown), (chart, shown)
+            boxes = tab.evaluate(
+                f"[...document.querySelectorAll('#{chart} .xtick text')].map(e => e.getBoundingClientRect())"
+                ".map(b => [b.left, b.right])"
+            )
+            assert all(right + 2 < left for (_, right), (left, _) in pairwise(sorted(boxes))), chart
+
+
+def test_a_table_shows_all_its_rows_or_that_there_are_more(opened: Any) -> None:
+    for width in (1280, 400):
+        tab = opened(sample_page(), width=width)
+        hidden = "[...document.querySelectorAll('.scroll:not(.tall)')].filter(e => e.scrollHeight > e.clientHeight + 1)"
+        assert tab.evaluate(f"{hidden}.length") == 0
+    long = Table("t", "Long", (Column("n"),), [[i] for i in range(80)])
+    tab = opened(Page("heads", "Heads", "", (), (Section("s", "Heads", (long,)),)))
+    assert tab.evaluate("document.querySelector('#t .scroll').clientHeight") < 600
+
+
+def test_names_in_tables_are_broken_at_their_joints_only(opened: Any) -> None:
+    tab = opened(sample_page(), width=400)
+    tab.evaluate("document.querySelectorAll('tbody th').forEach(e => { e.style.overflowWrap = 'normal'; })")
+    wide = (
+        "[...document.querySelectorAll('tbody th')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
+    )
+    assert tab.evaluate(wide) == []
+    # a wide page does not break them at all
+    tab = opened(sample_page())
+    high = (
+        "[...document.querySelectorAll('#documents-table tbody th, #shapes-table tbody th')].map(e => e.offsetHeight)"
+    )
+    assert max(tab.evaluate(high)) < 50
+
+
+def test_what_belongs_together_stands_on_one_line(opened: Any) -> None:
+    tab = opened(PAGES["heads"](*PAGES_TRIED["heads"]), width=400)
+    for group in (".subtitle .whole", ".group .controls .whole"):
+        assert tab.evaluate(f"document.querySelectorAll('{group}').length") > 0
+        lines = f"[...document.querySelectorAll('{group}')].map(e => e.getClientRects().length)"
+        assert set(tab.evaluate(lines)) == {1}
 
 
 def test_an_axis_fits_the_curves_that_are_shown(opened: Any) -> None:

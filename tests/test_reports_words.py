@@ -440,3 +440,204 @@ def test_matplotlib_curves_do_not_repeat_a_look() -> None:
 def test_many_curves_of_one_chart_all_look_different() -> None:
     looks = [tuple(charts.style(index).values()) for index in range(48)]
     assert len(set(looks)) == 48
+
+
+# ---- what a figure does not settle -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["recency", "primacy", "flat"])
+def test_a_u_shape_is_denied_only_where_the_interval_excludes_it(kind: str) -> None:
+    def found(ends: list[float]) -> kit.Finding:
+        finding = findings.influence_shape(profile_summary(kind, intervals={"influence": {"u_index": ends}}))
+        assert finding is not None
+        return finding
+
+    settled, open_ = found([-0.5, -0.1]), found([-0.5, 1.3])
+    assert "no U shape" in settled.text
+    assert "settle" not in settled.text
+    assert settled.tone == "plain"
+    assert "no U shape" not in open_.text
+    assert "these documents do not settle" in open_.text
+    assert open_.tone == "caution"
+
+
+def test_the_tile_of_the_u_index_says_how_sure_it_is() -> None:
+    summary = profile_summary("u", intervals={"influence": {"u_index": [-0.93, 1.81]}})
+    tile = next(figure for figure in PAGES["profile"](summary, {}).figures if figure.label.startswith("U index"))
+    assert tile.note.startswith("95 % interval −0.93 to 1.81; ")
+
+
+def test_the_reach_of_the_architecture_follows_the_interval_beside_an_even_curve() -> None:
+    summary = profile_summary("u")
+    even = summary["comparison"]["uniform"]["wasserstein"]
+    for name, away in (("positional", even + 0.01), ("positional_content", even + 0.02)):
+        summary["comparison"][name] = {**summary["comparison"]["half"], "wasserstein": away}
+    finding = findings.theory_reach(summary)
+    assert finding is not None
+    assert "does not explain" in finding.text
+    summary["intervals"] = {"over_uniform": {"positional": [-0.1, 0.2]}}
+    finding = findings.theory_reach(summary)
+    assert finding is not None
+    assert "does not explain" not in finding.text
+    assert "these documents do not tell `positional` from it" in finding.text
+
+
+def ablated(full: bool = True, partial: bool = False, source: str = "a.txt") -> dict[str, Any]:
+    """Heads with a class that is all of its layers' heads, and one that is not."""
+    names = ["symbolic"] * full + ["positional"] * partial
+    rows = len(names)
+    summary = heads_summary()
+    summary["provenance"] = {**summary["provenance"], "tokens": {"source": source, "documents": 8, "length": 16}}
+    change = {"symbolic": -0.9, "positional": 0.5}
+    summary["ablation"] = {
+        "classes": names,
+        "lengths": [4, 16],
+        "mode": "zero",
+        "increase": [[change[name]] * 2 for name in names],
+        "increase_interval": [[[change[name] - 0.1, change[name] + 0.1]] * 2 for name in names],
+        "control_increase": [[-0.9 if name == "symbolic" else 0.1] * 2 for name in names],
+        "control_increase_interval": [[[-1.0, 0.2]] * 2] * rows,
+        "excess": [[0.0 if name == "symbolic" else 0.4] * 2 for name in names],
+        "excess_interval": [[[0.0, 0.0] if name == "symbolic" else [0.3, 0.5]] * 2 for name in names],
+        "heads": {"symbolic": 12, "positional": 2},
+        "overlap": {"symbolic": 12.0, "positional": 0.4},
+        "documents": 8,
+        "controls": 5,
+    }
+    return summary
+
+
+def test_a_class_that_is_all_of_its_layers_is_not_compared_with_itself() -> None:
+    finding = findings.removal_matters(ablated())
+    assert finding is not None
+    assert "random heads do" not in finding.text
+    assert finding.text == (
+        "At 16 tokens the loss changes with this class of heads removed: symbolic (−0.900 nats, −1.000 to −0.800)."
+    )
+    assert "No random heads stand beside symbolic" in finding.sure
+    assert finding.tone == "caution"
+    finding = findings.removal_matters(ablated(partial=True))
+    assert finding is not None
+    assert "more than random heads do: positional (+0.400 nats, 0.300 to 0.500)" in finding.text
+    finding = findings.removal_matters(ablated(full=False, partial=True))
+    assert finding is not None
+    assert finding.tone == "plain"
+    assert "stand beside" not in finding.sure
+
+    blocks = {b.id: b for s in PAGES["heads"](ablated(partial=True), {}).sections for b in s.blocks if hasattr(b, "id")}
+    chart, table = blocks["ablation-chart"], blocks["ablation-table"]
+    # the length that the finding speaks of is drawn first
+    assert list(chart.views) == ["16 tokens", "4 tokens"]  # type: ignore[union-attr]
+    removed, random = chart.views["16 tokens"]["traces"]  # type: ignore[union-attr]
+    assert removed["x"] == ["symbolic (12)", "positional (2)"]
+    assert random["x"] == ["positional (2)"]
+    assert [row[4:] for row in table.rows if row[0].startswith("symbolic")] == [[None] * 3] * 2  # type: ignore[union-attr]
+
+
+def test_the_loss_within_samples_of_a_task_is_not_taken_for_the_task() -> None:
+    text = findings.removal_matters(ablated(full=False, partial=True, source="samples of task 'number'"))
+    assert text is not None
+    assert text.tone == "caution"
+    assert "the number task, which a model of that task was not trained to predict" in text.sure
+    text = findings.removal_matters(ablated(full=False, partial=True))
+    assert text is not None
+    assert "trained to predict" not in text.sure
+
+
+def test_bars_of_intervals_stand_off_every_bar() -> None:
+    page = PAGES["heads"](ablated(partial=True), {})
+    chart = next(b for s in page.sections for b in s.blocks if b.id == "ablation-chart")  # type: ignore[union-attr]
+    colours = {t["error_y"]["color"] for view in chart.views.values() for t in view["traces"]}  # type: ignore[union-attr]
+    assert colours == {"@ink"}
+
+
+def test_removed_heads_are_judged_where_the_model_still_works() -> None:
+    summary = lengths_summary(True)
+    summary |= {"value": [1.0, 0.9, 0.01], "ablated": {"symbolic": [0.4, 0.5, 0.0]}, "observed_break": 20.0}
+    found = findings.FINDINGS["lengths"](summary)
+    text = next(f.text for f in found if "removing" in f.text)
+    assert text.startswith("At 13 tokens, the longest measured before accuracy breaks, removing the 2 symbolic heads")
+    assert text.endswith("90.0% becomes 50.0%.")
+    assert "80.0% to 95.0%" in found[0].sure
+    text = next(
+        f.text for f in findings.FINDINGS["lengths"]({**summary, "observed_break": None}) if "removing" in f.text
+    )
+    assert text.startswith("At 27 tokens removing")
+
+
+def test_runs_that_cannot_be_told_apart_are_said_so_once() -> None:
+    summary = compare_summary()
+    summary["differences"] = [{**row, "low": -0.1, "high": 0.1} for row in summary["differences"]]
+    row = summary["differences"][0]
+    for rows, said in (
+        ([row], "U index is not told apart."),
+        ([row, {**row, "figure": "middle"}], ": none of U index and"),
+    ):
+        first = findings.compare_findings({**summary, "differences": rows})[0]
+        assert first.text.count("told apart") == 1
+        assert said in first.text
+        assert "In brackets" not in first.sure
+
+
+def test_a_comparison_of_heads_speaks_of_heads() -> None:
+    run = {**heads_summary(), "folder": "x"}
+    rows = [
+        {
+            "run": 1,
+            "figure": label,
+            "first": a,
+            "this": b,
+            "difference": b - a,
+            "low": None,
+            "high": None,
+            "paired": False,
+        }
+        for label, a, b in (("positional", 3, 4), ("mixed", 20, 6), ("uniform", 2, 2))
+    ]
+    summary = {**compare_summary(), "of": "heads", "runs": [run, run], "differences": rows}
+    page = PAGES["compare"](summary, {})
+    table = next(b for s in page.sections for b in s.blocks if b.id == "differences-table")  # type: ignore[union-attr]
+    assert "Shapes" not in table.note  # type: ignore[union-attr]
+    assert [column.title for column in table.columns][-1] == "difference"  # type: ignore[union-attr]
+    column = table.columns[-1]  # type: ignore[union-attr]
+    assert [kit.format_cell(row[-1], column) for row in table.rows] == ["+1", "−14", "0"]  # type: ignore[union-attr]
+
+
+@given(st.integers(-(10**6), 10**6) | st.floats(-10, 10), st.sampled_from([".3f", "+.3f", ".1%", "+.2f", "d"]))
+def test_cells_have_true_signs_and_none_on_nothing(value: float, form: str) -> None:
+    if form == "d":
+        value = int(value)
+    shown = kit.format_cell(value, kit.Column("x", format=form))
+    assert "-" not in shown
+    if not re.search(r"[1-9]", shown):
+        assert not re.match(r"[+−]", shown)
+    elif form.startswith("+"):
+        assert shown[0] in "+−"
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_facts_are_written_for_people(sample: str) -> None:
+    summary, arrays = SAMPLES[sample]
+    provenance = {**summary["provenance"], "dtype": "torch.float32", "per_head": False, "figure": 2.980232238769531e-07}
+    page = PAGES[summary["command"]]({**summary, "provenance": provenance}, arrays)
+    blocks = [block for section in page.sections for block in section.blocks]
+    pairs = [pair for block in blocks if isinstance(block, kit.Facts) for pair in block.pairs]
+    pairs += [
+        pair for block in blocks if isinstance(block, kit.Group) for entry in block.facts.values() for pair in entry
+    ]
+    assert ("dtype", "float32") in pairs
+    assert ("per head", "no") in pairs
+    assert ("figure", "2.98e-07") in pairs
+    assert [pair for pair in pairs if re.search(r"\.\d{6,}|torch\.\w|\b(?:True|False)\b|_", pair[1])] == []
+
+
+def test_names_may_be_broken_at_their_joints_and_stay_what_they_are() -> None:
+    assert str(kit._breakable("positional_content")) == "positional_<wbr>content"
+    assert str(kit._breakable("residual+no-op")) == "residual+<wbr>no-op"
+    for text in ("<b>_x", "a_b<c", "A_b", "measured influence"):
+        assert "<wbr>" not in str(kit._breakable(text))
+
+
+def test_whole_shares_need_no_decimals() -> None:
+    assert [words.percent(share, 1) for share in (0, 1, 1 + 1e-7, 0.5)] == ["0%", "100%", "100%", "50.0%"]
+    assert words.percent(1 - 1e-7, 1) == "more than 99.9%"

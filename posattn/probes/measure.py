@@ -31,7 +31,7 @@ from posattn.probes.session import Session, as_a_model, attach
 from posattn.probes.streamed import BinnedKernels, StreamedKernelProbe
 from posattn.results import Provenance, Result, provenance, read_tensors, write_tensors
 from posattn.tokens import Tokens, load_tokens
-from posattn.words import count, plural
+from posattn.words import count, percent, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -241,15 +241,15 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
         t = int(mixing.largest_position_share.argmax())
         at = int(mixing.stream_share[t].argmax())
         yield (
-            f"In {len(massive)} of {count(len(mixing.token), 'layer')} one position holds most of the residual stream's energy "
-            f"(layer {t}: {float(mixing.largest_position_share[t]):.0%}, mostly position {at}). "
+            f"In {len(massive)} of {count(len(mixing.token), 'layer')} one position holds most of the residual "
+            f"stream's energy (layer {t}: {percent(mixing.largest_position_share[t])}, mostly position {at}). "
             f"The Frobenius λ describes that position there; in layer {t} it is {float(mixing.frobenius[t]):.3g} "
             f"where the token-wise λ is {float(mixing.token[t]):.3g}."
         )
     if bool((kernels.sink_mass > 0).any()):
         t = int(kernels.sink_mass.mean(-1).argmax())
         yield (
-            f"The model has attention sinks: up to {float(kernels.sink_mass[t].mean()):.0%} of a layer's attention "
+            f"The model has attention sinks: up to {percent(kernels.sink_mass[t].mean())} of a layer's attention "
             f"(layer {t}) goes nowhere. Kernel rows were renormalised to sum to 1."
         )
     without = kernels.sink_mass.sum(-1) == 0
@@ -271,8 +271,8 @@ def _warnings(mixing: Mixing, kernels: Kernels, facts: Provenance) -> Iterator[s
         bound = binning["bound"]
         says = f"is off by at most {bound:.2g}" if bound < 1 else "has no useful bound"
         yield (
-            f"Kernels are binned, {count(kernels.width, 'position')} a bin: profiles are of bins, and the first one stands "
-            "where tables speak of the first position. A row strays from its bin's mean by "
+            f"Kernels are binned, {count(kernels.width, 'position')} a bin: profiles are of bins, and the first one "
+            "stands where tables speak of the first position. A row strays from its bin's mean by "
             f"{binning['strays']:.2g} on average (total variation); the rollout {says}."
         )
     asked, used = (facts.get("tokens") or {}).get("samples_asked"), kernels.documents

@@ -54,6 +54,15 @@ def warnings_section(summary: Mapping[str, Any]) -> Section | None:
     )
 
 
+def _value(value: Any) -> str:
+    """A setting as a person would write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value).removeprefix("torch.")
+
+
 def provenance_section(summary: Mapping[str, Any]) -> Section:
     """Everything that is needed to measure the same again."""
     pairs: list[tuple[str, str]] = []
@@ -63,10 +72,10 @@ def provenance_section(summary: Mapping[str, Any]) -> Section:
             for name, inner in value.items():
                 add(f"{prefix} {name}".strip().replace("_", " "), inner)
         elif isinstance(value, (list, tuple)):
-            shown = ", ".join(map(str, value[:12])) + (f" … ({len(value)} in all)" if len(value) > 12 else "")
+            shown = ", ".join(map(_value, value[:12])) + (f" … ({len(value)} in all)" if len(value) > 12 else "")
             pairs.append((prefix, shown))
         elif value is not None:
-            pairs.append((prefix, str(value)))
+            pairs.append((prefix, _value(value)))
 
     for name, value in summary["provenance"].items():
         add("" if name == "versions" else name.replace("_", " "), value)

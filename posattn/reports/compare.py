@@ -32,25 +32,26 @@ def compare_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
 
 
 def _differences(summary: Mapping[str, Any]) -> Section:
+    rows, heads = summary["differences"], summary["of"] == "heads"
     columns = (
         Column("run", numeric=False),
-        Column("figure", numeric=False),
+        Column("label" if heads else "figure", numeric=False),
         Column(summary["names"][0]),
         Column("this run"),
         Column("difference", format="+.3f"),
-        Column("95 % interval", numeric=False),
+        *([Column("95 % interval", numeric=False)] if any(row["low"] is not None for row in rows) else []),
     )
-    rows = []
-    for row in summary["differences"]:
+    shown = []
+    for row in rows:
         interval = None if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}".replace("-", "−")
-        rows.append(
+        shown.append(
             [
                 summary["names"][row["run"]],
                 FIGURE_NAMES.get(row["figure"], row["figure"]),
                 row["first"],
                 row["this"],
                 row["difference"],
-                interval,
+                *([interval] if len(columns) > 5 else []),
             ]
         )
     return Section(
@@ -59,10 +60,12 @@ def _differences(summary: Mapping[str, Any]) -> Section:
         (
             Table(
                 "differences-table",
-                "Figures",
+                "Heads by label" if heads else "Figures",
                 columns,
-                rows,
-                note="Shapes are without the first position. "
+                shown,
+                note="How many heads have each label."
+                if heads
+                else "Shapes are without the first position. "
                 "Intervals are bootstrap over documents, paired where both runs read the same ones.",
             ),
         ),

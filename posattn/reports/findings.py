@@ -9,6 +9,7 @@ small or a U shape on any other ground.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -79,7 +80,9 @@ def influence_shape(summary: Summary) -> Finding | None:
     first, last = _densities(trimmed)
     kind = _kind(first, last)
     interval = summary.get("intervals", {}).get("influence", {}).get("u_index")
-    unsettled = kind == "u" and interval is not None and interval[0] is not None and interval[0] <= 0
+    known = interval is not None and None not in (interval[0], interval[1])
+    # called a U with an interval that reaches 0, or no U with one in which both ends are denser
+    unsettled = known and (interval[0] <= 0 if kind == "u" else interval[1] > DENSER)
     start, end = f"{times(first)} the influence of a position in the middle half", times(last)
     ends = f"a position in the first eighth of the context has {start}, one in the last eighth {end}."
     text = {
@@ -89,11 +92,15 @@ def influence_shape(summary: Summary) -> Finding | None:
         "flat": f"Influence on the last position shows no U shape and favours neither end: {ends}",
     }[kind]
     if unsettled:
-        text = f"Influence on the last position looks U-shaped, but these documents do not settle it: {ends}"
+        unsure = "these documents do not settle"
+        text = {
+            "u": f"Influence on the last position looks U-shaped, but {unsure} it: {ends}",
+            "flat": f"Influence on the last position favours neither end: {ends} Whether it is U-shaped, {unsure}.",
+        }.get(kind, text.replace("That is no U shape.", f"Whether that is a U shape as well, {unsure}."))
     notes = ["The first position, often a sink, is left out."] if trimmed is not shape else []
     if trimmed is not shape and (whole := _kind(*_densities(shape))) != kind:
         notes.append(f"With it, the reading changes to {_KINDS[whole]}.")
-    if interval and None not in (interval[0], interval[1], trimmed["u_index"]):
+    if known and trimmed["u_index"] is not None:
         notes.append(
             f"U index {number(trimmed['u_index'])}, 95 % bootstrap interval {span(interval)} over "
             f"{_documents(summary)}" + (", which includes 0." if interval[0] <= 0 <= interval[1] else ".")
@@ -213,13 +220,18 @@ def theory_reach(summary: Summary) -> Finding | None:
     distance = {name: figures["wasserstein"] for name, figures in comparison.items()}
     position, content = distance["positional"], distance["positional_content"]
     best = min(position, content)
+    nearest = "positional" if position <= content else "positional_content"
     text = (
         f"Mask, λ and positions alone (`positional`) come to {number(position, 3)} from the measured influence; with "
         f"each head's preference for its own token (`positional_content`) to {number(content, 3)}"
     )
     tone: Literal["plain", "caution"] = "plain"
     if (flat := distance.get("uniform")) is not None:
-        if best >= flat:
+        gain = ((summary.get("intervals") or {}).get("over_uniform") or {}).get(nearest)
+        if gain and gain[0] <= 0 <= gain[1]:
+            tone = "caution"
+            text += f", an even curve to {number(flat, 3)}; these documents do not tell `{nearest}` from it"
+        elif best >= flat:
             tone = "caution"
             text += (
                 f", no nearer than an even curve ({number(flat, 3)}): the architecture does not explain where it looks"
@@ -228,7 +240,6 @@ def theory_reach(summary: Summary) -> Finding | None:
             text += f", an even curve to {number(flat, 3)}"
     text += "."
     ends = (summary.get("intervals") or {}).get("comparison") or {}
-    nearest = "positional" if position <= content else "positional_content"
     if (attention := distance.get("residual")) is not None:
         if {nearest, "residual"} <= ends.keys():
             one, other = ends[nearest], ends["residual"]
@@ -260,7 +271,7 @@ def force_behind(summary: Summary) -> Finding | None:
         shares = dict(zip(part["forces"], distance["shares"], strict=True))
         told = {
             side: [
-                f"{FORCE_NAMES[force]} {number(share, 3)}"
+                f"{FORCE_NAMES[force]} {number(share, 3, sign=True)}"
                 for force, share in sorted(shares.items(), key=lambda item: -abs(item[1]))
                 if share * sign >= 5e-4
             ]
@@ -454,7 +465,7 @@ def simulated_shape(summary: Summary) -> Finding | None:
         f"{times(last)}."
     )
     sure = (
-        f"A computation, exact for this architecture and these λ, whose first position holds "
+        "A computation, exact for this architecture and these λ. The first position is counted and holds "
         f"{percent(_first_value(summary, length), 1)}; what a trained model's content adds is not in it."
     )
     return Finding(text, sure, links=(("profiles-chart", "Profile"), ("shapes-table", "Shapes")))
@@ -491,8 +502,14 @@ def strongest_force(summary: Summary) -> Finding | None:
     ranked = sorted(shares, key=lambda force: -abs(shares[force]))
     if abs(shares[ranked[0]]) < 1e-9:
         return None
-    told = [f"{names.get(force, force)} {number(shares[force])}" for force in ranked if abs(shares[force]) >= 5e-3]
-    told = told or [f"{names.get(str(ranked[0]), str(ranked[0]))} {number(shares[ranked[0]], 4)}, the others less"]
+    told = [
+        f"{names.get(force, force)} {number(shares[force], sign=True)}"
+        for force in ranked
+        if abs(shares[force]) >= 5e-3
+    ]
+    told = told or [
+        f"{names.get(str(ranked[0]), str(ranked[0]))} {number(shares[ranked[0]], 4, sign=True)}, the others less"
+    ]
     side = "beginning" if shares[ranked[0]] < 0 else "end"
     leader = sentence(names.get(str(ranked[0]), str(ranked[0])))[:-1]
     verb = "move" if leader == "Positions" else "moves"
@@ -563,7 +580,13 @@ def _all_heads(summary: Summary) -> list[tuple[int, int]]:
 def label_counts(summary: Summary) -> Finding | None:
     """How many heads are positional, symbolic, uniform, mixed, and how many of the labels are settled."""
     counts, heads = summary["counts"], _all_heads(summary)
-    told = listed([f"{counts.get(label, 0)} {label}" for label in ("positional", "symbolic", "uniform", "mixed")])
+    first = counts.get("positional", 0)
+    told = listed(
+        [
+            f"{first} {plural(first, 'is')} positional",
+            *(f"{counts.get(label, 0)} {label}" for label in ("symbolic", "uniform", "mixed")),
+        ]
+    )
     text = f"Of {count(len(heads), 'head')}, {told}."
     certain = [summary["certain"][t][h] for t, h in heads]
     sure = f"A head is pure within γ = {summary['thresholds']['purity']:g} of a corner; {_condition(summary)}. "
@@ -673,7 +696,12 @@ def too_even_to_tell(summary: Summary) -> Finding | None:
     )
 
 
-_REPLACED = {"zero": "zero", "mean": "its mean", "position_mean": "its mean at each position"}
+REPLACED = {"zero": "zero", "mean": "its mean", "position_mean": "its mean at each position"}
+
+
+def compared(study: Summary, name: str) -> bool:
+    """Whether there are other heads to remove instead: not where a class is all the heads of its layers."""
+    return study["overlap"][name] < study["heads"][name]
 
 
 def removal_matters(summary: Summary) -> Finding | None:
@@ -683,38 +711,65 @@ def removal_matters(summary: Summary) -> Finding | None:
         return None
     last = len(study["lengths"]) - 1
     tokens = count(study["lengths"][last], "token")
-    more, less, unclear = [], [], []
+    more, less, unclear, alone = [], [], [], []
     for c, key in enumerate(study["classes"]):
         name, excess, (low, high) = key.replace("_", " "), study["excess"][c][last], study["excess_interval"][c][last]
-        if low is not None and (low > 0 or high < 0):
+        if not compared(study, key):
+            change, (low, high) = study["increase"][c][last], study["increase_interval"][c][last]
+            interval = "" if low is None else f", {span((low, high), 3)}"
+            alone.append(f"{name} ({number(change, 3, sign=True)} nats{interval})")
+        elif low is not None and (low > 0 or high < 0):
             (more if low > 0 else less).append(f"{name} ({number(excess, 3, sign=True)} nats, {span((low, high), 3)})")
         else:
             unclear.append(name)
-    text = (
-        f"Removing {plural(len(more), 'this class')} of heads raises the loss at {tokens} more than random heads do: "
-        f"{listed(more)}."
-        if more
-        else f"At {tokens} removing no class of heads raises the loss by more than random heads do."
-    )
+    text = ""
+    if more:
+        text = (
+            f"Removing {plural(len(more), 'this class')} of heads raises the loss at {tokens} more than random heads "
+            f"do: {listed(more)}."
+        )
+    elif less or unclear:
+        other = " other" if alone else ""
+        text = f"At {tokens} removing no{other} class of heads raises the loss by more than random heads do."
     if less:
         text += f" Less than random heads: {listed(less)}."
     if (more or less) and unclear:
         text += f" Not told apart from random heads: {listed(unclear)}."
+    if alone:
+        said = (
+            f"At {tokens} the loss changes with {plural(len(alone), 'this class')} of heads removed: {listed(alone)}."
+        )
+        text = f"{said} {text}".rstrip()
     # a class that is most of its layers leaves little to draw random sets from
     crowded = [
         f"{name.replace('_', ' ')} ({study['overlap'][name]:.0f} of {count(study['heads'][name], 'head')})"
         for name in study["classes"]
-        if study["overlap"][name] > 0.5 * study["heads"][name]
+        if compared(study, name) and study["overlap"][name] > 0.5 * study["heads"][name]
     ]
     caution = f" The random sets mostly repeat the class itself for {listed(crowded)}." if crowded else ""
+    if alone:
+        names = [name.replace("_", " ") for name in study["classes"] if not compared(study, name)]
+        caution += f" No random heads stand beside {listed(names)}: the layers hold no other heads."
+    if task := _task(summary):
+        caution += (
+            f" The loss is of the next token within samples of the {task} task, which a model of that task was not "
+            "trained to predict: `posattn lengths` removes heads and counts right answers."
+        )
     return Finding(
         text,
-        f"What a head adds is replaced by {_REPLACED.get(study['mode'], study['mode'])}; "
+        f"What a head adds is replaced by {REPLACED.get(study['mode'], study['mode'])}; "
         f"{count(study['documents'], 'document')}, {count(study['controls'], 'random set')} of the same size in the "
         f"same layers, 95 % bootstrap intervals.{caution}",
+        tone="caution" if alone or task else "plain",
         links=(("ablation-chart", "Loss by class"), ("ablation-table", "Figures")),
         asked=True,
     )
+
+
+def _task(summary: Summary) -> str:
+    """The name of the task whose samples were measured; "" for a text."""
+    found = re.fullmatch(r"samples of task '(.+)'", str((summary["provenance"].get("tokens") or {}).get("source")))
+    return found[1] if found else ""
 
 
 # ---- compare -----------------------------------------------------------------------------------------------------
@@ -748,12 +803,17 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
         text = f"`{name}` against `{summary['names'][0]}`: " + (
             f"{listed(told)}." if told else "no figure of shape or mixing is told apart."
         )
-        if unclear:
+        if not told and unclear:
+            names = [FIGURE_NAMES[row["figure"]] for row in unclear]
+            none = f"none of {listed(names)} is" if len(names) > 1 else f"{names[0]} is not"
+            text = f"`{name}` against `{summary['names'][0]}`: {none} told apart."
+        elif unclear:
             text += f" Not told apart: {listed([FIGURE_NAMES[row['figure']] for row in unclear])}."
         paired = any(row["paired"] for row in rows)
-        sure = "In brackets the 95 % interval of the difference over documents, " + (
-            "paired, since both runs read the same ones." if paired else "the runs taken as independent."
-        )
+        how = "paired, since both runs read the same ones" if paired else "the runs taken as independent"
+        sure = f"In brackets the 95 % interval of the difference over documents, {how}."
+        if not told:
+            sure = f"Told apart: the 95 % interval of the difference excludes 0. It is over documents, {how}."
         if not apart and not unclear:
             sure = "A run of a single document has no interval."
         found.append(Finding(text, sure, links=(("differences-table", "Figures"), ("curves-chart", "Curves"))))

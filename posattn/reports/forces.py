@@ -36,7 +36,7 @@ def forces_section(
             )
             for i, force in enumerate(part["forces"])
         ]
-        layout = charts.axes("", "share of the change", barmode="group", hovermode="closest")
+        layout = charts.axes("", "change due to the force", barmode="group", hovermode="closest")
         views[count(int(n), "position")] = {"traces": traces, "layout": layout}
         for i, force in enumerate(part["forces"]):
             rows.append([int(n), _FORCES.get(str(force), str(force)), *part["shares"][i]])
@@ -76,7 +76,8 @@ def forces_section(
             "figures are in the table.",
             views,
             note="Shapley shares over the 16 combinations: independent of the order in which the forces are "
-            "switched on, adding up to the whole change.",
+            "switched on, adding up to the whole change. The mean position is a share of the context's length, the "
+            "eighths are shares of the influence.",
             controls=controls,
         )
     ]

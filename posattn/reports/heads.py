@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from posattn.reports import charts, common
-from posattn.reports.findings import heads_findings
+from posattn.reports.findings import REPLACED, compared, heads_findings
 from posattn.reports.kit import Chart, Column, Control, Figure, Group, Link, Page, Section, Table
 from posattn.words import count, number, percent, span
 
@@ -285,16 +285,21 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
     study = summary.get("ablation")
     if not study:
         return None
-    names = [f"{name} ({study['heads'][name]})" for name in study["classes"]]
+    names = [f"{name.replace('_', ' ')} ({study['heads'][name]})" for name in study["classes"]]
+    beside = [compared(study, name) for name in study["classes"]]
     views, rows = {}, []
-    for n, length in enumerate(study["lengths"]):
+    # the longest first: the finding speaks of it
+    for n, length in reversed(list(enumerate(study["lengths"]))):
         traces = []
         for key, label, colour in (
             ("increase", "these heads removed", "@c1"),
             ("control_increase", "random heads of the same layers", "@c7"),
         ):
-            value = [study[key][c][n] for c in range(len(names))]
-            bounds = [study[f"{key}_interval"][c][n] for c in range(len(names))]
+            told = [c for c in range(len(names)) if key == "increase" or beside[c]]
+            if not told:
+                continue
+            value = [study[key][c][n] for c in told]
+            bounds = [study[f"{key}_interval"][c][n] for c in told]
             error = {}
             if all(low is not None for low, _ in bounds):
                 error = {
@@ -303,13 +308,20 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
                         "symmetric": False,
                         "array": [high - v for v, (_, high) in zip(value, bounds, strict=True)],
                         "arrayminus": [v - low for v, (low, _) in zip(value, bounds, strict=True)],
-                        "color": "@soft",
+                        # over a bar as well as over the paper
+                        "color": "@ink",
                     }
                 }
-            traces.append(charts.bars(label, names, value, colour=colour, hover="%{y:.3f} nats", **error))
+            shown = [names[c] for c in told]
+            traces.append(charts.bars(label, shown, value, colour=colour, hover="%{y:.3f} nats", **error))
         views[count(int(length), "token")] = {
             "traces": traces,
-            "layout": charts.axes("", "increase of the loss (nats a token)", barmode="group"),
+            "layout": charts.axes(
+                "",
+                "increase of the loss (nats a token)",
+                barmode="group",
+                xaxis={"categoryorder": "array", "categoryarray": names},
+            ),
         }
         for c, name in enumerate(study["classes"]):
             low, high = study["excess_interval"][c][n]
@@ -320,9 +332,9 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
                     study["heads"][name],
                     length,
                     study["increase"][c][n],
-                    study["control_increase"][c][n],
-                    study["excess"][c][n],
-                    interval,
+                    study["control_increase"][c][n] if beside[c] else None,
+                    study["excess"][c][n] if beside[c] else None,
+                    interval if beside[c] else None,
                 ]
             )
     chart = Chart(
@@ -331,8 +343,9 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
         "Bars of the increase of the loss for each class, beside random sets of heads of the same size in the same "
         "layers.",
         views,
-        note=f"Mode: {study['mode']}. Lines are 95 % intervals over {count(study['documents'], 'document')}; "
-        f"{count(study['controls'], 'random set')} a class.",
+        note=f"What a head adds is replaced by {REPLACED.get(study['mode'], study['mode'])}. Lines are 95 % intervals "
+        f"over {count(study['documents'], 'document')}; {count(study['controls'], 'random set')} a class"
+        + ("." if all(beside) else ", where its layers hold other heads."),
         controls=(Control("length", tuple(views)),) if len(views) > 1 else (),
     )
     columns = (
@@ -581,6 +594,30 @@ def _plain(values: Any) -> list[float | None]:
     return [float(v) if np.isfinite(v) else None for v in values]
 
 
+#: where a head looks, as evidence measures it
+_LOOKS = {
+    "previous_token": "on previous token",
+    "self": "on itself",
+    "first_position": "on first position",
+    "local_window": "on positions just before",
+    "duplicate": "on same token before",
+    "induction": "on what followed it",
+    "duplicate_repeat": "on same, repeated text",
+    "induction_repeat": "on what followed, repeated text",
+}
+#: exact figures of the cross-logits: what they are called, and their unit ("share": of M's variance)
+_EXACT = {
+    "positional_violation": ("departure from positional", "nats²"),
+    "symbolic_violation": ("departure from symbolic", "nats²"),
+    "logit_variance": ("variance of own logits", "nats²"),
+    "position": ("M by position", "share"),
+    "symbol": ("M by symbol", "share"),
+    "interaction": ("M by both together", "share"),
+    "position_scale": ("size of position effect", "nats"),
+    "symbol_scale": ("size of symbol effect", "nats"),
+}
+
+
 def _facts(summary: Mapping[str, Any], t: int, h: int) -> list[tuple[str, str]]:
     def shown(value: Any, digits: int = 2) -> str:
         return "–" if value is None else number(value, digits)
@@ -604,12 +641,14 @@ def _facts(summary: Mapping[str, Any], t: int, h: int) -> list[tuple[str, str]]:
             chance = part["chance"][t][h]
             facts.append(
                 (
-                    name.replace("_", " "),
+                    _LOOKS.get(name, name.replace("_", " ")),
                     percent(value, 1) + ("" if chance is None else f" (chance {percent(chance, 1)})"),
                 )
             )
     for name, grid in (summary.get("exact") or {}).items():
-        facts.append((name.replace("_", " "), shown(grid[t][h], 3)))
+        term, unit = _EXACT.get(name, (name.replace("_", " "), ""))
+        value = percent(grid[t][h]) if unit == "share" else f"{shown(grid[t][h])} {unit}".rstrip()
+        facts.append((term, value))
     if (share := summary.get("distance_share")) is not None:
         facts.append(("explained by distance", percent(share[t][h]) if share[t][h] is not None else "–"))
     if rotary := summary.get("rotary"):

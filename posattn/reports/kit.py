@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal
@@ -212,8 +213,21 @@ def format_cell(value: Any, column: Column) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int):
-        return f"{value:,}".replace(",", "\u2009")
-    return format(value, column.format).replace("-", "\u2212")
+        sign = "+" if column.format.startswith("+") and value else ""
+        return f"{value:{sign},}".replace(",", "\u2009").replace("-", "\u2212")
+    shown = format(value, column.format)
+    if value == 0 or not any(digit in shown for digit in "123456789"):  # no sign of nothing: not +0.000, nor -0.000
+        shown = shown.lstrip("+-")
+    return shown.replace("-", "\u2212")
+
+
+def _breakable(text: Any) -> Any:
+    """A name that may be broken after its joints (`positional_`content) and not within its words."""
+    from markupsafe import Markup, escape
+
+    if not re.fullmatch(r"[a-z]+([_+-][a-z]+)+", str(text)):
+        return escape(text)
+    return Markup("<wbr>").join(re.split(r"(?<=[_+])", str(text)))
 
 
 def _marked(text: Any) -> Any:
@@ -292,5 +306,6 @@ def _template() -> Any:
     )
     environment.filters["cell"] = format_cell
     environment.filters["marked"] = _marked
+    environment.filters["breakable"] = _breakable
     environment.filters["trusted"] = Markup  # for our own files and for `safe_json` only
     return environment.from_string(_static("report.html"))

@@ -15,6 +15,7 @@ from posattn.words import count, number, percent, plural, span, tile
 Summary = Mapping[str, Any]
 CONVERGED = 0.99
 LABELS = ("positional", "symbolic", "uniform", "mixed")
+_DASHES = {"positional": "solid", "symbolic": "dash", "uniform": "dot", "mixed": "dashdot"}
 _COLOURS = {"positional": "@c0", "symbolic": "@c1", "uniform": "@c2", "mixed": "@c7"}
 
 
@@ -41,7 +42,7 @@ def _converged(summary: Summary) -> Finding:
         tone = "caution"
     held_out = (summary["provenance"].get("training") or {}).get("eval_samples")
     on = count(held_out, "sample") if held_out else "samples"
-    sure = f"Converged means an accuracy of at least {CONVERGED:g} on {on} that {plural(held_out or 2, 'was')} not "
+    sure = f"Converged means an accuracy of at least {CONVERGED:.0%} on {on} that {plural(held_out or 2, 'was')} not "
     sure += "trained on."
     if len(done) < len(runs):
         planned = summary["planned_steps"]
@@ -77,7 +78,7 @@ def _timeline(summary: Summary) -> Finding | None:
         middle = pure[len(pure) // 2]
         name = "" if len(summary["runs"]) == 1 else f"{run}: "
         parts.append(
-            f"{name}accuracy {CONVERGED:g} at step {reached}, the median pure head stays pure from step {middle}"
+            f"{name}accuracy {CONVERGED:.0%} at step {reached}, the median pure head stays pure from step {middle}"
         )
     if not parts:
         return None
@@ -167,12 +168,15 @@ def _train_curves(summary: Summary) -> Section:
         )
     ]
     if relation:
+        most = max(max(pure, default=0) for pure in rows.values() if pure is not None)
+        layout = charts.axes("accuracy", "pure heads", xaxis={"tickformat": ".4~%"})
+        layout["yaxis"] |= {"range": [-0.03 * max(most, 1), 1.05 * max(most, 1)], "dtick": max(1, -(-most // 8))}
         blocks.append(
             Chart(
                 "relation-chart",
                 "Pure heads against accuracy",
                 "One path for each seed, one point for each step measured.",
-                {"all": {"traces": relation, "layout": charts.axes("accuracy", "pure heads")}},
+                {"all": {"traces": relation, "layout": layout}},
             )
         )
     intro = "Accuracy is measured on samples that were not trained on; a hop is one jump from token to token."
@@ -194,9 +198,12 @@ def _train_heads(summary: Summary, arrays: Mapping[str, Any]) -> Section:
         for r, name in enumerate(names):
             grid = table[r].reshape(len(steps), -1).T
             top = 1.0 if figure != "entropy" else None
-            view = charts.grid_view(grid, "measurement", "head", value=figure, low=0.0, high=top)
+            rows = "layer" if table.shape[-1] == 1 else "head, layer by layer"
+            view = charts.grid_view(grid, "measurement", rows, value=figure, low=0.0, high=top)
             view["traces"][0]["x"] = list(steps)
             view["layout"]["xaxis"]["title"]["text"] = "step"
+            if len(steps) > 1:  # no cell reaches to steps before the first
+                view["layout"]["xaxis"]["range"] = [steps[0], steps[-1]]
             views[f"{figure}|{name}"] = view
     figures = tuple(dict.fromkeys(key.split("|")[0] for key in views))
     blocks: list[Block] = []
@@ -266,6 +273,13 @@ def _value(summary: Summary, value: float) -> str:
     return percent(value, 1) if summary["metric"] == "accuracy" else f"{number(value, 3)} nats a token"
 
 
+def _span(summary: Summary, ends: Sequence[float]) -> str:
+    """An interval in the unit of the value it is of."""
+    if summary["metric"] == "accuracy":
+        return f"{percent(ends[0], 1)} to {percent(ends[1], 1)}"
+    return f"{span(ends, 3)} nats a token"
+
+
 def _length_effect(summary: Summary) -> Finding:
     lengths, values = summary["lengths"], summary["value"]
     name = "Accuracy" if summary["metric"] == "accuracy" else "Loss"
@@ -274,13 +288,13 @@ def _length_effect(summary: Summary) -> Finding:
     known = all(v is not None for end in ends for v in end)
     if len(lengths) == 1:
         text = f"{name} is {_value(summary, values[0])} at {count(lengths[0], 'token')}, the only length measured."
-        sure = f"95 % interval over {over}: {span(ends[0], 3)}." if known else "No interval."
+        sure = f"95 % interval over {over}: {_span(summary, ends[0])}." if known else "No interval."
         return Finding(text, sure, links=(("lengths-chart", "By length"),))
     text = f"{name} goes from {_value(summary, values[0])} at {count(lengths[0], 'token')} to "
     text += f"{_value(summary, values[-1])} at {count(lengths[-1], 'token')}."
     sure = "No interval."
     if known:
-        sure = f"95 % intervals over {over}: {span(ends[0], 3)}, and {span(ends[1], 3)}."
+        sure = f"95 % intervals over {over}: {_span(summary, ends[0])}, and {_span(summary, ends[1])}."
     what = "samples" if summary["metric"] == "accuracy" else "target tokens"
     return Finding(text, f"{sure} The {what} are the same at every length.", links=(("lengths-chart", "By length"),))
 
@@ -324,16 +338,22 @@ def _classes(summary: Summary) -> Finding | None:
     ablated = summary["ablated"]
     if not ablated:
         return None
+    lengths, broken = summary["lengths"], summary["observed_break"]
+    # where the model itself has failed, removing heads can show nothing
+    last = max((i for i, n in enumerate(lengths) if broken is None or n <= broken), default=0)
     worse = -1 if summary["metric"] == "accuracy" else 1
-    costs = {name: worse * (values[-1] - summary["value"][-1]) for name, values in ablated.items()}
+    costs = {name: worse * (values[last] - summary["value"][last]) for name, values in ablated.items()}
     name = max(costs, key=costs.__getitem__)
     sizes = {label: count(len(summary["heads"][label]), f"{label} head") for label in ablated}
-    at = f"At {count(summary['lengths'][-1], 'token')}"
+    at = f"At {count(lengths[last], 'token')}"
+    if last < len(lengths) - 1:
+        what = "accuracy" if summary["metric"] == "accuracy" else "the loss"
+        at += f", the longest measured before {what} breaks,"
     if costs[name] <= 0:
         text = f"{at} removing none of the classes of heads ({', '.join(sizes.values())}) makes it worse."
     else:
-        text = f"{at} removing the {sizes[name]} costs most: {_value(summary, summary['value'][-1])} becomes "
-        text += f"{_value(summary, ablated[name][-1])}."
+        text = f"{at} removing the {sizes[name]} costs most: {_value(summary, summary['value'][last])} becomes "
+        text += f"{_value(summary, ablated[name][last])}."
     return Finding(
         text,
         f"Over the same {_over(summary)}, without an interval of the difference. Classes differ in size; "
@@ -415,11 +435,12 @@ def _length_section(summary: Summary) -> Section:
         colour = _COLOURS.get(name, "@c4")
         traces.append(charts.line(f"without {name}", values, lengths, colour=colour, dash="dash", markers=True))
     key = "accuracy" if summary["metric"] == "accuracy" else "loss (nats a token)"
+    percentages = {"tickformat": ".0%", "range": [-0.02, 1.05]} if summary["metric"] == "accuracy" else {}
     chart = Chart(
         "lengths-chart",
         f"{key[0].upper()}{key[1:]} by length",
         f"From {_value(summary, summary['value'][0])} to {_value(summary, summary['value'][-1])}.",
-        {"all": {"traces": traces, "layout": charts.axes("length", key)}},
+        {"all": {"traces": traces, "layout": charts.axes("length in tokens", key, yaxis=percentages)}},
         log_axis="x",
         log_first=True,
         height=420,
@@ -452,20 +473,28 @@ def _length_heads(summary: Summary) -> Section | None:
                 lengths,
                 colour=_COLOURS.get(summary["labels"][t][h] if summary["labels"] else "mixed", "@c7"),
                 width=1.4,
+                dash=_DASHES.get(summary["labels"][t][h] if summary["labels"] else "mixed", "solid"),
                 hover="%{y:.3f}",
                 showlegend=False,
             )
             for t in range(weight.shape[1])
             for h in range(weight.shape[2])
         ]
-        views[title] = {"traces": traces, "layout": charts.axes("length", title)}
+        # the legend names labels, the hover names heads
+        found = {label for row in summary["labels"] or () for label in row}
+        traces += [
+            charts.line(label, [], [], colour=_COLOURS[label], dash=_DASHES[label])
+            for label in LABELS
+            if label in found
+        ]
+        views[title] = {"traces": traces, "layout": charts.axes("length in tokens", title)}
     chart = Chart(
         "weights-chart",
         "Heads by length",
         "One curve for each head, coloured by its label at the shortest length.",
         views,
-        note="Last query only. With n keys a head needs a difference of ln(n−1) between its two largest logits to be "
-        "sure of half of its attention.",
+        note="A curve for each head, by its label at the shortest length. Last query only. With n keys a head needs "
+        "a difference of ln(n−1) between its two largest logits to be sure of half of its attention.",
         controls=(Control("figure", tuple(titles.values())),),
         log_axis="x",
         log_first=True,

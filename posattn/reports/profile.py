@@ -64,12 +64,14 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
     if shape:
         trimmed = shape.get("without_first") or shape
         rest = ", first position left out" if trimmed is not shape else ""
-        share = f"of measured influence; even share 12.5 %{rest}"
+        share = f"of measured influence; even share 12.5%{rest}"
+        ends = ((summary.get("intervals") or {}).get("influence") or {}).get("u_index")
+        sure = f"95 % interval {span(ends)}; " if ends and None not in ends else ""
         figures += [
             Figure(
                 "U index, measured",
                 "–" if trimmed["u_index"] is None else number(trimmed["u_index"], sign=True),
-                f"above 0: both ends denser{rest}",
+                f"{sure}above 0: both ends denser{rest}",
                 "shapes-table",
             ),
             Figure("first eighth", tile(trimmed["primacy"]), share, "profiles-chart"),
@@ -331,7 +333,7 @@ def _shapes(shape: Mapping[str, Mapping[str, Any]]) -> Table:
         "Shapes",
         columns,
         rows,
-        note="Shares of a curve's mass. An even curve has .125 on each eighth and .5 on the middle half.",
+        note="Shares of a curve's mass. An even curve has 0.125 on each eighth and 0.5 on the middle half.",
         filterable=len(rows) > 8,
     )
 

@@ -12,7 +12,7 @@ from posattn.reports.findings import simulate_findings
 from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
 from posattn.reports.profile import SHAPES
-from posattn.words import count, number, percent, plural, sentence, tile
+from posattn.words import count, listed, number, percent, plural, sentence, tile
 
 
 def simulate_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
@@ -27,7 +27,7 @@ def simulate_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page
         common.warnings_section(summary),
         common.provenance_section(summary),
     ]
-    shown = ", ".join(f"{n:,}".replace(",", "\u2009") for n in lengths)
+    shown = listed([f"{n:,}".replace(",", "\u2009") for n in lengths])
     return Page(
         command="simulate",
         title=f"What {architecture['name']} implies",
@@ -144,7 +144,7 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
 def _depth(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
     mixing = summary["mixing"]
     layers = list(range(1, len(mixing) + 1))
-    layout = charts.axes("layer", "mixing coefficient λ", yaxis={"rangemode": "tozero"})
+    layout = charts.axes("layer t, from 1", "mixing coefficient λ", yaxis={"rangemode": "tozero"})
     blocks: list[Block] = [
         Chart(
             "schedule-chart",
@@ -188,13 +188,14 @@ def _depth(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
             view = charts.grid_view(
                 grid, "position", "depth", value="log10 density", low=-2.0, high=2.0, scale="@diverging", format=".2f"
             )
+            view["traces"][0]["y"] = [row + 1 for row in view["traces"][0]["y"]]
             blocks.append(
                 Chart(
                     "depth-profiles",
                     "The profile at every depth",
                     "A heat map of the last position's profile after each layer, as log10 of the density.",
                     {"": view},
-                    note="0 is an even share. Depth 0 is the first layer alone.",
+                    note="0 is an even share. Depth 1 is the first layer alone.",
                     height=max(340, min(560, 140 + 8 * len(mixing))),
                 )
             )

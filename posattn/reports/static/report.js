@@ -125,6 +125,15 @@
         /* a curve that collapses would squeeze all others flat: at most four decades below the top */
         if (decades > 4) axis.range = [Math.log10(Math.max(...values)) - 4, Math.log10(Math.max(...values)) + 0.15];
       }
+      /* few whole numbers (layers, heads, positions) have no halves between them */
+      ["x", "y"].forEach((name) => {
+        const axis = layout[name + "axis"];
+        /* steps made for a wide page */
+        if (width < 500 && name === "x" && axis.dtick && axis.range) axis.dtick *= Math.ceil((axis.range[1] - axis.range[0]) / axis.dtick / 8);
+        if (axis.dtick || axis.tickvals || axis.type === "log") return;
+        const places = view.traces.filter((trace) => name === "x" || trace.type === "heatmap").flatMap((trace) => Array.from(trace[name] || []));
+        if (places.length && places.every(Number.isInteger) && Math.max(...places) - Math.min(...places) <= 8) Object.assign(axis, { tick0: 0, dtick: 1 });
+      });
       view.traces.forEach((trace) => { if (trace.power) { trace.customdata = trace.z.map((row) => row.map((cell) => (cell === null ? null : 10 ** cell))); delete trace.power; } });
       if (width < 500) view.traces.forEach((trace) => { 
         const bar = trace.colorbar || (trace.marker && trace.marker.colorbar);
@@ -156,7 +165,7 @@
     table() {
       const view = resolve(this.view), lines = [];
       view.traces.forEach((trace) => {
-        if (trace.meta === "band") return;
+        if (trace.meta === "band" || !(trace.x || trace.y || trace.z).length) return;
         if (trace.type === "heatmap") {
           lines.push(["y \\ x", ...(trace.x || trace.z[0].map((_, index) => index))].join("\t"));
           const cells = trace.power ? trace.z.map((row) => row.map((cell) => (cell === null ? "" : 10 ** cell))) : trace.z;
