@@ -34,6 +34,11 @@ except ImportError as error:
 _GROUP = 8
 #: columns for which a group of rows stays in the first cache while every query uses it
 _COLUMNS = 512
+#: what numba may run in parallel: not the short copies and sums beside the one loop that is meant
+_PRANGE_ALONE = {
+    name: name == "prange"
+    for name in ("prange", "setitem", "numpy", "reduction", "comprehension", "fusion", "inplace_binop", "stencil")
+}
 #: numba's simplest threads stop the process when two of ours call them at once
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -59,25 +64,35 @@ def rollout_numba(
         raise InputError(f"impl='numba' works on the CPU, and the kernels are on {kernels.device}: use impl='triton'")
     if torch.is_grad_enabled() and (mixing.requires_grad or kernels.requires_grad):
         raise InputError("the numba rollout has no gradient; use impl='rows', or call it under torch.no_grad()")
-    # few and simple steps from here on: after memory has streamed through the caches, each costs tens of microseconds
-    lead = torch.broadcast_shapes(mixing.shape[:-1], kernels.shape[:-3])
+    # few and simple steps from here on: when memory has streamed through the caches, each costs many microseconds
     layers, n = kernels.shape[-3], kernels.shape[-1]
     wide = torch.float64 if kernels.dtype == torch.float64 else torch.float32
-    a = kernels.detach()
-    for dim in range(a.ndim - 3):
-        if a.stride(dim) == 0:  # the same kernels again and again are kept once
-            a = a.narrow(dim, 0, min(1, a.shape[dim]))
-    stored = a.shape[:-3]
-    a = (a.float() if a.dtype == torch.float16 else a).contiguous()
-    a = (a.view(torch.uint16) if a.dtype == torch.bfloat16 else a).numpy().reshape(-1, layers, n, n)
-    lam = mixing.detach().to("cpu", wide).numpy()
-    lam = np.ascontiguousarray(np.broadcast_to(lam, (*lead, layers))).reshape(-1, layers)
-    which = np.broadcast_to(np.arange(len(a)).reshape(stored), lead).ravel()
-    out = np.zeros((len(lam), len(rows), n), lam.dtype)
-    if out.size:
+    lam, a, which = mixing.detach().to("cpu", wide), kernels.detach(), None
+    if lam.shape[:-1] != a.shape[:-3] or 0 in a.stride()[:-3]:
+        lam, a, which = _broadcast(lam, a)
+    if a.dtype in (torch.float16, torch.bfloat16):
+        a = a.float() if a.dtype == torch.float16 else a.contiguous().view(torch.uint16)
+    stored = a.contiguous().numpy().reshape(-1, layers, n, n)
+    which = np.arange(len(stored)) if which is None else which.numpy()
+    out = torch.zeros(*lam.shape[:-1], len(rows), n, dtype=wide)
+    if out.numel():
+        flat = out.numpy().reshape(-1, len(rows), n)
         with _ONE_AT_A_TIME:
-            _walk(a, which, lam, rows.cpu().numpy(), out, torch.get_num_threads())
-    return torch.from_numpy(out).reshape(*lead, len(rows), n)
+            _walk(
+                stored, which, lam.contiguous().numpy().reshape(-1, layers), rows.cpu().numpy(), flat,
+                torch.get_num_threads(),
+            )  # fmt: skip
+    return out
+
+
+def _broadcast(lam: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """λ [*lead, T], a with each kernel kept once, and which of them [B] each entry of λ uses."""
+    lead = torch.broadcast_shapes(lam.shape[:-1], a.shape[:-3])
+    for dim, step in enumerate(a.stride()[:-3]):
+        if step == 0:
+            a = a.narrow(dim, 0, min(1, a.shape[dim]))
+    which = torch.arange(a.shape[:-3].numel()).reshape(a.shape[:-3]).expand(lead).reshape(-1)
+    return lam.expand(*lead, lam.shape[-1]), a, which
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------
@@ -140,7 +155,7 @@ def _strip(a, v, begin, end, out):
                 out[q, c] += v[q, r] * _wide(a[r, c])
 
 
-@_compiled(parallel=True, fastmath={"contract"})
+@_compiled(parallel=_PRANGE_ALONE, fastmath={"contract"})
 @no_type_check
 def _walk(a, which, lam, rows, out, parts):
     """out [B, Q, N] = the rows of P, from a [K, T, N, N], of which entry b uses which[b], and λ [B, T]; out is zero."""
