@@ -23,12 +23,15 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from posattn.errors import InputError, UnsupportedModelError
 from posattn.words import count
+
+if TYPE_CHECKING:
+    from posattn.models.base import Model
 
 #: share of a large matrix product's rate that whole models reach
 EFFICIENCY = 0.4
@@ -36,6 +39,8 @@ EFFICIENCY = 0.4
 LEAST_BINS = 32
 #: share of the free memory that a job may take
 ROOM = 0.9
+#: memory is estimated within this factor, so a job that needs more than so many times what is free cannot run
+UNSURE = 2
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -95,6 +100,11 @@ class Estimate:
     def fits(self) -> bool:
         """Whether the peak stays within what is free."""
         return self.peak <= ROOM * self.free
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it cannot fit, even if it needs only half of the estimate."""
+        return self.peak > UNSURE * self.free
 
     def lines(self) -> list[str]:
         """The estimate in words."""
@@ -188,6 +198,25 @@ def shape_from_model(model: Any, name: str) -> Shape:
         vocabulary=first("vocab_size") or 1,
         context=first("max_position_embeddings", "n_positions", "max_seq_len"),
         interface=bool(getattr(type(model), "_supports_attention_backend", True)),
+    )
+
+
+def shape_of(model: Model) -> Shape:
+    """The shape of a loaded model; its weights hold their memory already and count as none. The MLP is taken to be four
+    times as wide as the residual stream."""
+    widest = max(model.layers, key=lambda layer: layer.n_heads)
+    return Shape(
+        name=model.name,
+        parameters=0,
+        layers=model.n_layers,
+        heads=widest.n_heads,
+        key_heads=widest.n_key_heads,
+        head_dim=widest.head_dim,
+        width=model.d_model,
+        hidden=4 * model.d_model,
+        vocabulary=model.vocab_size,
+        context=model.context,
+        interface=bool(getattr(type(model.module), "_supports_attention_backend", True)),
     )
 
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posattn.cli import main
+from posattn.commands.profile import job
 from posattn.errors import InputError, UnsupportedModelError
 from posattn.influence.gradients import influence
-from posattn.models.loading import as_model, as_plain
+from posattn.models.loading import as_model, as_plain, load_model
 from posattn.probes.contribution import ContributionProbe
 from posattn.probes.measure import measure
 from posattn.scale import (
@@ -27,6 +28,7 @@ from posattn.scale import (
     nearest,
     shape_from_config,
     shape_from_model,
+    shape_of,
     size,
 )
 from posattn.tokens import load_tokens
@@ -164,3 +166,27 @@ def test_dry_run_on_the_command_line(
     assert "--batch-size" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "out"), "--length", "65"]) == 2
     assert "--length 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("adapter", ["auto", "plain"])
+def test_the_shape_of_a_loaded_model_is_that_of_its_configuration(adapter: str) -> None:
+    loaded, read = shape_of(load_model("bundled:bytes", adapter=adapter)), shape_from_config("bundled:bytes")
+    unknown = {"parameters": 0, "hidden": 4 * read.width, "name": "", "interface": True}
+    assert dataclasses.replace(loaded, **unknown) == dataclasses.replace(read, **unknown)
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.3, 2), (0.7, 0), (3.0, 0)])
+def test_a_real_run_looks_at_memory_first(
+    share: float, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_model("bundled:bytes")
+    asked = job(48, 2, 8, "float32", False, False, model.adapter, None)
+    need = estimate(shape_of(model), asked, 1).peak
+    monkeypatch.setattr("posattn.scale.free_memory", lambda device: int(share * need))
+    options = ["--length", "48", "--samples", "2", "--no-influence", "--out", str(tmp_path / "run")]
+    assert main(["profile", "bundled:bytes", *options]) == code
+    said = capsys.readouterr().err
+    assert (tmp_path / "run").exists() == (code == 0)
+    assert ("memory may not suffice" in said) == (share == 0.7)
+    assert ("does not fit" in said) == (share < 1)
+    assert "Traceback" not in said

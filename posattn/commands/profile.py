@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -11,6 +11,10 @@ from posattn.commands import checks, options, output
 from posattn.commands.documents import document_length, read_documents
 from posattn.errors import InputError
 from posattn.words import count
+
+if TYPE_CHECKING:
+    from posattn.models.base import Model
+    from posattn.scale import Job
 
 #: tokens in each document of a text, unless --length says otherwise
 LENGTH = 256
@@ -113,6 +117,9 @@ def profile(
             seed=seed,
             field=field,
         )
+        number = str(loaded.dtype).removeprefix("torch.")
+        asked = job(size, tokens.documents, batch_size, number, per_head, not no_influence, loaded.adapter, bins)
+        check_memory(loaded, asked, quiet)
         summary = measure_profile(
             loaded,
             tokens,
@@ -194,11 +201,35 @@ def would_need(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     number = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     shape = scale.shape_from_config(model)
-    job = scale.Job(
+    if adapter == "plain" and not shape.interface:
+        raise InputError(f"{model} does not use transformers' attention interface: --adapter plain cannot read it")
+    asked = job(length, samples, batch_size, number, per_head, influence, adapter, bins)
+    free = scale.free_memory(place)
+    found = scale.estimate(shape, asked, free, scale.matmul_rate(place, number))
+    for line in found.lines():
+        print(line)
+    if not found.fits:
+        raise InputError(scale.advice(shape, asked, free))
+
+
+def job(
+    length: int,
+    samples: int,
+    batch_size: int,
+    dtype: str,
+    per_head: bool,
+    influence: bool,
+    adapter: str,
+    bins: int | None,
+) -> Job:
+    """What a profile asks for, as `posattn.scale` counts it."""
+    from posattn.scale import Job
+
+    return Job(
         length,
         samples,
         batch_size,
-        number,
+        dtype,
         per_head,
         influence,
         contributions=bins is None,
@@ -206,14 +237,22 @@ def would_need(
         streamed=adapter == "plain",
         bins=bins,
     )
-    if adapter == "plain" and not shape.interface:
-        raise InputError(f"{model} does not use transformers' attention interface: --adapter plain cannot read it")
-    free = scale.free_memory(place)
-    found = scale.estimate(shape, job, free, scale.matmul_rate(place, number))
-    for line in found.lines():
-        print(line)
+
+
+def check_memory(model: Model, asked: Job, quiet: bool) -> None:
+    """Before a loaded model is measured: say so where memory may not suffice.
+
+    Raises:
+        InputError: it cannot suffice; the message says what would.
+    """
+    from posattn import scale
+
+    shape, free = scale.shape_of(model), scale.free_memory(model.device)
+    found = scale.estimate(shape, asked, free)
+    if found.hopeless:
+        raise InputError(scale.advice(shape, asked, free))
     if not found.fits:
-        raise InputError(scale.advice(shape, job, free))
+        output.say(f"memory may not suffice: {scale.advice(shape, asked, free)}", quiet)
 
 
 def measure_profile(
