@@ -80,9 +80,10 @@ def influence_shape(summary: Summary) -> Finding | None:
     first, last = _densities(trimmed)
     kind = _kind(first, last)
     interval = summary.get("intervals", {}).get("influence", {}).get("u_index")
-    known = interval is not None and None not in (interval[0], interval[1])
+    if interval is not None and None in (interval[0], interval[1]):
+        interval = None
     # called a U with an interval that reaches 0, or no U with one in which both ends are denser
-    unsettled = known and (interval[0] <= 0 if kind == "u" else interval[1] > DENSER)
+    unsettled = interval is not None and (interval[0] <= 0 if kind == "u" else interval[1] > DENSER)
     start, end = f"{times(first)} the influence of a position in the middle half", times(last)
     ends = f"a position in the first eighth of the context has {start}, one in the last eighth {end}."
     text = {
@@ -100,7 +101,7 @@ def influence_shape(summary: Summary) -> Finding | None:
     notes = ["The first position, often a sink, is left out."] if trimmed is not shape else []
     if trimmed is not shape and (whole := _kind(*_densities(shape))) != kind:
         notes.append(f"With it, the reading changes to {_KINDS[whole]}.")
-    if known and trimmed["u_index"] is not None:
+    if interval is not None and trimmed["u_index"] is not None:
         notes.append(
             f"U index {number(trimmed['u_index'])}, 95 % bootstrap interval {span(interval)} over "
             f"{_documents(summary)}" + (", which includes 0." if interval[0] <= 0 <= interval[1] else ".")

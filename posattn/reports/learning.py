@@ -198,8 +198,8 @@ def _train_heads(summary: Summary, arrays: Mapping[str, Any]) -> Section:
         for r, name in enumerate(names):
             grid = table[r].reshape(len(steps), -1).T
             top = 1.0 if figure != "entropy" else None
-            rows = "layer" if table.shape[-1] == 1 else "head, layer by layer"
-            view = charts.grid_view(grid, "measurement", rows, value=figure, low=0.0, high=top)
+            axis = "layer" if table.shape[-1] == 1 else "head, layer by layer"
+            view = charts.grid_view(grid, "measurement", axis, value=figure, low=0.0, high=top)
             view["traces"][0]["x"] = list(steps)
             view["layout"]["xaxis"]["title"]["text"] = "step"
             if len(steps) > 1:  # no cell reaches to steps before the first
