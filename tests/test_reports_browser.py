@@ -16,6 +16,7 @@ from posattn.reports.pages import PAGES
 from posattn.reports.profile import profile_page
 from tests.report_samples import HOSTILE, profile_arrays, profile_summary
 from tests.test_reports import PAGES_TRIED
+from tests.test_reports_words import lengths_summary
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.slow
@@ -189,6 +190,20 @@ def test_names_in_tables_are_broken_at_their_joints_only(opened: Any) -> None:
         "[...document.querySelectorAll('#documents-table tbody th, #shapes-table tbody th')].map(e => e.offsetHeight)"
     )
     assert max(tab.evaluate(high)) < 50
+
+
+def test_curves_without_a_legend_of_their_own_have_one_by_label(opened: Any) -> None:
+    summary = lengths_summary(True)
+    summary["labels"] = [["symbolic", "positional"]]
+    tab = opened(PAGES["lengths"](summary, {}))
+    shown = tab.evaluate("[...document.querySelectorAll('#weights-chart .legendtext')].map(e => e.textContent)")
+    assert shown == ["positional", "symbolic"]
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.click("#weights-chart [data-copy]")
+    until(tab, "document.querySelector('#toast').textContent.includes('copied')")
+    copied = tab.evaluate("navigator.clipboard.readText()")
+    assert "L0H1" in copied
+    assert "positional" not in copied
 
 
 def test_what_belongs_together_stands_on_one_line(opened: Any) -> None:

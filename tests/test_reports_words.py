@@ -627,7 +627,7 @@ def test_facts_are_written_for_people(sample: str) -> None:
     ]
     assert ("dtype", "float32") in pairs
     assert ("per head", "no") in pairs
-    assert ("figure", "2.98e-07") in pairs
+    assert ("figure", "2.98023e-07") in pairs
     assert [pair for pair in pairs if re.search(r"\.\d{6,}|torch\.\w|\b(?:True|False)\b|_", pair[1])] == []
 
 

@@ -59,7 +59,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.6g}"
     return str(value).removeprefix("torch.")
 
 

@@ -483,7 +483,7 @@ def _length_heads(summary: Summary) -> Section | None:
         # the legend names labels, the hover names heads
         found = {label for row in summary["labels"] or () for label in row}
         traces += [
-            charts.line(label, [], [], colour=_COLOURS[label], dash=_DASHES[label])
+            charts.line(label, [None], lengths[:1], colour=_COLOURS[label], dash=_DASHES[label])
             for label in LABELS
             if label in found
         ]

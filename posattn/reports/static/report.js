@@ -165,7 +165,8 @@
     table() {
       const view = resolve(this.view), lines = [];
       view.traces.forEach((trace) => {
-        if (trace.meta === "band" || !(trace.x || trace.y || trace.z).length) return;
+        if (trace.meta === "band") return;
+        if (trace.type !== "heatmap" && trace.y.every((value) => value === null)) return; /* stands in the legend only */
         if (trace.type === "heatmap") {
           lines.push(["y \\ x", ...(trace.x || trace.z[0].map((_, index) => index))].join("\t"));
           const cells = trace.power ? trace.z.map((row) => row.map((cell) => (cell === null ? "" : 10 ** cell))) : trace.z;
