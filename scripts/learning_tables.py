@@ -4,7 +4,8 @@
     python scripts/learning_tables.py OUT RUN [RUN ...] --far --samples 32
 
 A RUN is a folder of scripts/train_tasks.py (curves.jsonl, snapshots/, model/). Runs that differ in their seed alone are
-taken together. Heads come from the curves where they were tracked (--track), else from snapshots and final model.
+taken together. Heads come from the curves where they were tracked (--track), else from the snapshots; from the final
+model where its step was not tracked.
 OUT receives, per group, curves.csv, emergence.csv, relation.csv and their figures, on the steps that all its runs have;
 lengths.csv with --lengths; carried.csv with --carried; and summary.json, each run on all of its own steps, with the
 published figures of arXiv 2605.31558 beside ours (scripts/learning_page.py makes the page's tables of it). No
@@ -53,18 +54,19 @@ def final_model(run: Path) -> Any:
 def records_of(run: Path, config: TrainingConfig) -> list[dict[str, Any]]:
     """The run's records with head figures: tracked while it trained, or measured now from what was stored."""
     curves = [json.loads(line) for line in (run / "curves.jsonl").read_text().splitlines()]
-    if any("positional" in record for record in curves):
+    if "positional" in curves[-1]:
         return curves
+    tracked = any("positional" in record for record in curves)
     samples = config.make_task().generate(config.eval_samples, seed=config.seed + 1_000_003)
     tracker = HeadTracker.for_task(
         config.make_task(), 1, 32, seed=config.seed, accuracy=lambda model: accuracy(model, samples)
     )
-    for path in sorted((run / "snapshots").glob("step-*.safetensors")):
+    for path in [] if tracked else sorted((run / "snapshots").glob("step-*.safetensors")):
         model, _, step = load_snapshot(path)
         tracker.measure_at(model, step)
     if (run / "model" / "config.json").is_file():
         tracker.measure_at(final_model(run), curves[-1]["step"])
-    return sorted(tracker.records, key=lambda record: record["step"])
+    return sorted([*(curves[:-1] if tracked else []), *tracker.records], key=lambda record: record["step"])
 
 
 def run_summary(run: Dynamics, purity: float) -> dict[str, Any]:
