@@ -215,7 +215,7 @@ def test_forces_are_named_with_their_shares() -> None:
     assert "the residual moves the mean position most, towards the end" in text
     assert "the causal mask −0.10" in text
     assert "from 0.300 (an even curve) to 0.140" in text
-    assert "nearer: the residual −0.200 and positions −0.040; farther: the causal mask 0.080" in text
+    assert "nearer: the residual −0.200 and positions −0.040; farther: the causal mask +0.080" in text
     assert "content" not in text.split("profile", 1)[1]
     del summary["forces"]["64"]["distance"]
     finding = findings.force_behind(summary)

@@ -2,7 +2,9 @@
 
 Documents are drawn with replacement and the profile is made again from their magnitudes; whatever is read off the
 profile is read off each of those, and the middle 95 % are the interval (Efron and Tibshirani 1993, chapter 13).
-Predicted profiles are taken as given, so the interval of a distance covers the documents of the measured influence.
+Predicted profiles are taken as given, so the interval of a distance covers the documents of the measured influence
+alone, and not what else there is to doubt in a prediction that was made from the same few documents. Over few documents
+such intervals are too narrow: draws know no document but these.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ def influence_intervals(
     """95 % intervals as JSON values, each [low, high].
 
     `profile` [2,N]; `influence.u_index`, without the first position; and for each predicted profile its Wasserstein-1
-    distance to the measured one (`comparison`), that distance less the uniform curve's (`over_uniform`) and less the
-    nearest prediction's (`over_nearest`), paired draw by draw.
+    distance to the measured one (`comparison`), that distance less the even curve's (`over_uniform`), less the nearest
+    prediction's (`over_nearest`) and, where it is among them, less that of `residual` (`over_residual`), paired draw by
+    draw.
     """
     from posattn.influence.distances import describe_profile
 
@@ -80,6 +83,12 @@ def influence_intervals(
         found["over_nearest"] = {
             name: (d - distances[best]).quantile(edges).tolist() for name, d in distances.items() if name != best
         }
+        if "residual" in distances:
+            found["over_residual"] = {
+                name: (d - distances["residual"]).quantile(edges).tolist()
+                for name, d in distances.items()
+                if name != "residual"
+            }
     return found
 
 

@@ -40,6 +40,26 @@ def other_names(summary: Mapping[str, Any]) -> dict[str, str]:
     return {other: name for name, others in same.items() for other in others}
 
 
+def alike(summary: Mapping[str, Any], names: Sequence[str], least: float) -> dict[str, str]:
+    """Name of each prediction nearer than `least` (Wasserstein-1) to an earlier one of `names` -> that one."""
+    values = {name: (summary.get("profiles") or {}).get(name) for name in names}
+    kept: list[str] = []
+    found: dict[str, str] = {}
+    for name in names:
+        mine = values[name]
+        for other in kept:
+            theirs = values[other]
+            if mine is None or theirs is None or len(mine) != len(theirs):
+                continue
+            gap = np.cumsum(np.asarray(mine, float) - np.asarray(theirs, float))[:-1]
+            if float(np.abs(gap).sum()) / max(len(mine) - 1, 1) < least:
+                found[name] = other
+                break
+        else:
+            kept.append(name)
+    return found
+
+
 def nearest(summary: Mapping[str, Any]) -> str | None:
     """The different prediction that lies nearest to the measured influence; None where none was measured."""
     comparison = summary.get("comparison") or {}

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from posattn.reports import curves
 from posattn.reports.kit import Finding
 from posattn.reports.learning import lengths_findings, train_findings
+from posattn.reports.sure import LEAST_POSITIONS, SETTLING, SHOWN, apart, unsettled
 from posattn.words import count, listed, number, percent, plural, sentence, span, times
 
 Summary = Mapping[str, Any]
@@ -38,7 +39,7 @@ VARIANTS = {
     "residual": "measured attention and measured λ",
     "attention_only": "measured attention, no residual connections",
     "half": "measured attention, λ = ½",
-    "uniform": "every position counts alike",
+    "uniform": "the even curve: every position counts alike",
 }
 
 #: the four forces in words
@@ -71,11 +72,40 @@ def _present(summary: Summary, *makers: Callable[[Summary], Finding | None]) -> 
     return tuple(finding for finding in found if finding is not None)
 
 
+def _too_few(summary: Summary) -> str | None:
+    """Why the documents settle nothing that needs an interval; None where they may. Equal documents count once."""
+    known = (summary.get("influence_facts") or {}).get("documents") or (summary.get("mixing") or {}).get("documents")
+    return unsettled(summary.get("different_documents") or summary.get("documents") or known)
+
+
+def _positions(summary: Summary) -> int | None:
+    """How many positions (or bins) the profiles of a summary have, where it keeps one."""
+    curves_of = [summary.get("influence"), *(summary.get("profiles") or {}).values()]
+    return next((len(curve) for curve in curves_of if curve), None)
+
+
+def shapeless(positions: int | None) -> bool:
+    """Whether there are so few positions that no shape can be spoken of."""
+    return positions is not None and positions < LEAST_POSITIONS
+
+
+def _no_shape(positions: int) -> Finding:
+    return Finding(
+        f"{count(positions, 'position')} {plural(positions, 'is')} too few for a shape: there is no eighth of the "
+        f"context to set beside its middle below {count(LEAST_POSITIONS, 'position')}.",
+        "Nothing is said about a U shape, about either end, or about what depth does to them.",
+        tone="caution",
+        links=(("shapes-table", "Shapes"),),
+    )
+
+
 def influence_shape(summary: Summary) -> Finding | None:
     """Which parts of the context the measured influence favours: a U shape, one end, neither."""
     shape = summary.get("shape", {}).get("influence")
     if not shape:
         return None
+    if (positions := _positions(summary)) is not None and shapeless(positions):
+        return _no_shape(positions)
     trimmed = shape.get("without_first") or shape
     first, last = _densities(trimmed)
     kind = _kind(first, last)
@@ -83,7 +113,8 @@ def influence_shape(summary: Summary) -> Finding | None:
     if interval is not None and None in (interval[0], interval[1]):
         interval = None
     # called a U with an interval that reaches 0, or no U with one in which both ends are denser
-    unsettled = interval is not None and (interval[0] <= 0 if kind == "u" else interval[1] > DENSER)
+    open_ = interval is not None and (interval[0] <= 0 if kind == "u" else interval[1] > DENSER)
+    too_few = _too_few(summary)
     start, end = f"{times(first)} the influence of a position in the middle half", times(last)
     ends = f"a position in the first eighth of the context has {start}, one in the last eighth {end}."
     text = {
@@ -92,8 +123,8 @@ def influence_shape(summary: Summary) -> Finding | None:
         "primacy": f"Influence on the last position leans to the beginning: {ends} That is no U shape.",
         "flat": f"Influence on the last position shows no U shape and favours neither end: {ends}",
     }[kind]
-    if unsettled:
-        unsure = "these documents do not settle"
+    if open_ or too_few:
+        unsure = too_few or "these documents do not settle"
         text = {
             "u": f"Influence on the last position looks U-shaped, but {unsure} it: {ends}",
             "flat": f"Influence on the last position favours neither end: {ends} Whether it is U-shaped, {unsure}.",
@@ -104,15 +135,21 @@ def influence_shape(summary: Summary) -> Finding | None:
     if interval is not None and trimmed["u_index"] is not None:
         notes.append(
             f"U index {number(trimmed['u_index'])}, 95 % bootstrap interval {span(interval)} over "
-            f"{_documents(summary)}" + (", which includes 0." if interval[0] <= 0 <= interval[1] else ".")
+            f"{_documents(summary)}"
+            + (", which includes 0." if interval[0] <= 0 <= interval[1] else ".")
+            + _narrow(too_few)
         )
     notes.append(_influence_condition(summary))
     return Finding(
         text,
         " ".join(notes),
-        tone="caution" if unsettled else "plain",
+        tone="caution" if open_ or too_few else "plain",
         links=(("profiles-chart", "Measured profile"), ("shapes-table", "Shapes")),
     )
+
+
+def _narrow(too_few: str | None) -> str:
+    return f" Over fewer than {SETTLING} documents such an interval is too narrow to be trusted." if too_few else ""
 
 
 _KINDS = {"u": "a U shape", "recency": "a recency bias", "primacy": "a primacy bias", "flat": "no bias to either end"}
@@ -134,7 +171,7 @@ def _kind(first: float, last: float) -> str:
 
 
 def closest_prediction(summary: Summary) -> Finding | None:
-    """Which predicted profile lies nearest to the measured influence, and whether it beats a uniform curve."""
+    """Which predicted profile lies nearest to the measured influence, and whether it beats an even curve."""
     comparison = dict(summary.get("comparison") or {})
     uniform = comparison.pop("uniform", None)
     repeated = curves.other_names(summary)
@@ -144,13 +181,21 @@ def closest_prediction(summary: Summary) -> Finding | None:
         return None
     intervals = summary.get("intervals") or {}
     ranked = sorted(comparison, key=lambda name: comparison[name]["wasserstein"])
+    # and so does what no digit shown here would tell apart
+    alike = curves.alike(summary, ranked, SHOWN)
+    ranked = [name for name in ranked if name not in alike]
     best, distance = ranked[0], comparison[ranked[0]]["wasserstein"]
-    margins = intervals.get("over_nearest")
-    ties = [
-        name
-        for name in ranked[1:]
-        if (margins[name][0] <= 0 if margins else comparison[name]["wasserstein"] - distance <= TIE * distance)
-    ]
+    too_few = _too_few(summary)
+    margins = None if too_few else intervals.get("over_nearest")
+
+    def is_apart(name: str) -> bool:
+        lead = comparison[name]["wasserstein"] - distance
+        if margins:
+            # an interval all below 0 (the draws prefer the other one) does not make the nearest stand out either
+            return apart(lead, margins.get(name)) and not (name in margins and margins[name][1] < 0)
+        return apart(lead) and lead > TIE * distance
+
+    ties = [name for name in ranked[1:] if not is_apart(name)]
     tone: Literal["plain", "caution"] = "plain"
     named = f"`{best}` ({in_words(summary, best) or best})"
     text = (
@@ -159,31 +204,39 @@ def closest_prediction(summary: Summary) -> Finding | None:
         if len(ranked) > 1
         else f"The predicted profile {named} lies {number(distance, 3)} from the measured influence"
     )
+    gain = None if too_few else intervals.get("over_uniform", {}).get(best)
     if uniform is None:
         text += "."
     elif distance >= (flat := uniform["wasserstein"]):
         tone = "caution"
         text = (
-            "No predicted profile is closer to the measured influence than a uniform curve: the nearest, "
-            f"`{best}`, lies {number(distance, 3)} away, the uniform one {number(flat, 3)}."
+            "No predicted profile is closer to the measured influence than an even curve: the nearest, "
+            f"`{best}`, lies {number(distance, 3)} away, the even curve {number(flat, 3)}."
         )
-        if (gain := intervals.get("over_uniform", {}).get(best)) and gain[0] <= 0:
+        if gain and not apart(distance - flat, gain):
             text = (
                 f"{text[:-1]}; these documents do not tell the two apart (95 % interval of the difference "
                 f"{span(gain, 3)})."
             )
-    elif (gain := intervals.get("over_uniform", {}).get(best)) and gain[1] >= 0:
+    elif gain and not apart(distance - flat, gain):
         tone = "caution"
         text += (
-            f". A uniform curve is {number(flat, 3)} away, and these documents do not tell the two apart "
+            f". An even curve is {number(flat, 3)} away, and these documents do not tell the two apart "
             f"(95 % interval of the difference {span(gain, 3)})."
         )
+    elif not apart(distance - flat):
+        tone = "caution"
+        text += f". An even curve is as near ({number(flat, 3)})."
     else:
-        text += f", where a uniform curve is {number(flat, 3)} away."
-    if ties and tone == "plain":
-        text += f" {listed([f'`{name}`' for name in ties])} cannot be told apart from it."
-    if apart := [name for name in ranked[1:] if name not in ties]:
-        text += f" {_margin(apart, comparison, distance, margins)}"
+        text += f", where an even curve is {number(flat, 3)} away."
+    if too_few:
+        text += f" {too_few} which {'prediction' if len(ranked) > 1 else 'curve'} is nearest."
+        tone = "caution"
+    else:
+        if ties and tone == "plain":
+            text += f" {listed([f'`{name}`' for name in ties])} cannot be told apart from it."
+        if others := [name for name in ranked[1:] if name not in ties]:
+            text += f" {_margin(others, comparison, distance, margins)}"
     sure = (
         "Distances are Wasserstein-1 as a share of the context length: 0 is the same curve, 1 all mass at opposite "
         "ends. The first position is included. "
@@ -191,14 +244,26 @@ def closest_prediction(summary: Summary) -> Finding | None:
     if repeated:
         told = [f"`{name}` as `{first}`" for name, first in repeated.items()]
         sure += f"The same curve here, and counted once: {listed(told)}. "
+    if alike:
+        told = [f"`{name}` with `{first}`" for name, first in alike.items()]
+        sure += f"Less than {SHOWN:g} apart, and counted once: {listed(told)}. "
     if interval := intervals.get("comparison", {}).get(best):
-        sure += f"95 % bootstrap interval of the nearest: {span(interval, 3)}, over {_documents(summary)}. "
+        sure += f"95 % bootstrap interval of the nearest: {span(interval, 3)}, over {_documents(summary)}."
+        sure += f"{_narrow(too_few)} "
+    if intervals.get("comparison"):
+        sure += _HELD
     return Finding(
         text,
         sure + _influence_condition(summary),
         tone=tone,
         links=(("distances-table", "Distances"), ("profiles-chart", "Profiles")),
     )
+
+
+#: what an interval of a distance leaves out
+_HELD = (
+    "Intervals of distances resample the documents of the measured influence alone; the predictions are held fixed. "
+)
 
 
 def _margin(apart: Sequence[str], comparison: Mapping[str, Any], distance: float, margins: Any) -> str:
@@ -222,43 +287,60 @@ def theory_reach(summary: Summary) -> Finding | None:
     position, content = distance["positional"], distance["positional_content"]
     best = min(position, content)
     nearest = "positional" if position <= content else "positional_content"
+    intervals = summary.get("intervals") or {}
+    too_few = _too_few(summary)
     text = (
         f"Mask, λ and positions alone (`positional`) come to {number(position, 3)} from the measured influence; with "
         f"each head's preference for its own token (`positional_content`) to {number(content, 3)}"
     )
-    tone: Literal["plain", "caution"] = "plain"
+    tone: Literal["plain", "caution"] = "caution" if too_few else "plain"
     if (flat := distance.get("uniform")) is not None:
-        gain = ((summary.get("intervals") or {}).get("over_uniform") or {}).get(nearest)
-        if gain and gain[0] <= 0 <= gain[1]:
+        gain = None if too_few else (intervals.get("over_uniform") or {}).get(nearest)
+        if gain and not apart(best - flat, gain):
             tone = "caution"
             text += f", an even curve to {number(flat, 3)}; these documents do not tell `{nearest}` from it"
         elif best >= flat:
             tone = "caution"
-            text += (
-                f", no nearer than an even curve ({number(flat, 3)}): the architecture does not explain where it looks"
-            )
+            farther = "farther" if apart(best - flat) and best - flat > TIE * flat else "no nearer"
+            text += f", {farther} than an even curve ({number(flat, 3)})"
+            text += "" if too_few else ": the architecture does not explain where it looks"
         else:
             text += f", an even curve to {number(flat, 3)}"
     text += "."
-    ends = (summary.get("intervals") or {}).get("comparison") or {}
+    rule = ""
     if (attention := distance.get("residual")) is not None:
-        if {nearest, "residual"} <= ends.keys():
-            one, other = ends[nearest], ends["residual"]
-            tied = max(one[0], other[0]) <= min(one[1], other[1])
-            rule = "Two whose 95 % intervals over documents overlap are called equally close"
-        else:
-            tied = abs(best - attention) <= TIE * min(best, attention)
-            rule = f"Closeness is called equal within {TIE:.0%}"
-        if tied:
-            text += f" The measured attention (`residual`, {number(attention, 3)}) is not told apart from that."
+        measured = f"The measured attention (`residual`, {number(attention, 3)})"
+        tied, rule = _tied(best - attention, nearest, intervals, min(best, attention))
+        if too_few:
+            text += f" {measured[:-1]}) is set beside it, but {too_few} which is nearer."
+            rule = ""
+        elif tied:
+            text += f" {measured} is not told apart from that."
         elif best < attention:
-            text += f" The measured attention (`residual`, {number(attention, 3)}) does not come as near."
+            text += f" {measured} does not come as near."
         else:
             text += f" The measured attention (`residual`) comes nearer, to {number(attention, 3)}."
-    else:
-        rule = f"Closeness is called equal within {TIE:.0%}"
-    sure = f"All use the measured λ. {rule}; distances are Wasserstein-1 as a share of the context length. "
+    sure = f"All use the measured λ. {rule}Distances are Wasserstein-1 as a share of the context length. "
+    if intervals.get("comparison"):
+        sure += _HELD
     return Finding(text, sure + _influence_condition(summary), tone=tone, links=(("distances-table", "Distances"),))
+
+
+def _tied(difference: float, name: str, intervals: Summary, smaller: float) -> tuple[bool, str]:
+    """Whether a prediction and `residual` are equally close, and by which rule; `difference` is of their distances.
+
+    The paired difference decides. Summaries of before it was kept have the two intervals, or none.
+    """
+    if paired := (intervals.get("over_residual") or {}).get(name):
+        rule = "Told apart: the 95 % interval over documents of the paired difference excludes 0"
+        return not apart(difference, paired), f"{rule} (it is {span(paired, 3)}). "
+    ends = intervals.get("comparison") or {}
+    if {name, "residual"} <= ends.keys():
+        one, other = ends[name], ends["residual"]
+        overlap = max(one[0], other[0]) <= min(one[1], other[1])
+        rule = "Two whose 95 % intervals over documents overlap are called equally close. "
+        return overlap or not apart(difference), rule
+    return abs(difference) <= TIE * smaller or not apart(difference), f"Closeness is called equal within {TIE:.0%}. "
 
 
 def force_behind(summary: Summary) -> Finding | None:
@@ -321,7 +403,7 @@ def first_position(summary: Summary) -> Finding | None:
     if not profile:
         return None
     share = profile[0]
-    if share < DOMINANT:
+    if share < DOMINANT or shapeless(len(profile)):
         return None
     text = (
         f"The first position alone holds {percent(share)} of the `residual` profile: the prediction is dominated by a "
@@ -352,7 +434,7 @@ def collapse_without_residual(summary: Summary) -> Finding | None:
     """Whether attention without residual connections would put everything on the first position."""
     profile = (summary.get("profiles") or {}).get("attention_only")
     residual = (summary.get("profiles") or {}).get("residual")
-    if not profile or not residual or profile[0] < COLLAPSED:
+    if not profile or not residual or profile[0] < COLLAPSED or shapeless(len(profile)):
         return None
     layers = len(summary["mixing"]["token"]) if summary.get("mixing") else 0
     text = (
@@ -442,6 +524,8 @@ def simulate_findings(summary: Summary) -> tuple[Finding, ...]:
 def simulated_shape(summary: Summary) -> Finding | None:
     """The shape of the profile at the shortest length."""
     length = summary["lengths"][0]
+    if shapeless(length):
+        return _no_shape(length)
     shape = summary["shape"][str(length)]["residual"]
     first, last = _densities(shape)
     kind = _kind(first, last)
@@ -478,7 +562,7 @@ def _first_value(summary: Summary, length: int) -> float:
 
 def with_length(summary: Summary) -> Finding | None:
     """How the shape changes from the shortest length to the longest."""
-    lengths = summary["lengths"]
+    lengths = [n for n in summary["lengths"] if not shapeless(n)]
     if len(lengths) < 2:
         return None
     low, high = (summary["shape"][str(n)]["residual"] for n in (lengths[0], lengths[-1]))
@@ -494,9 +578,10 @@ def with_length(summary: Summary) -> Finding | None:
 
 def strongest_force(summary: Summary) -> Finding | None:
     """Which force moves the mean position most, and where the others push."""
-    if not summary.get("forces"):
+    forces = {n: part for n, part in (summary.get("forces") or {}).items() if not shapeless(int(n))}
+    if not forces:
         return None
-    length, part = next(iter(summary["forces"].items()))
+    length, part = next(iter(forces.items()))
     at = part["quantities"].index("mean_position")
     shares = {force: row[at] for force, row in zip(part["forces"], part["shares"], strict=True)}
     names = FORCE_NAMES
@@ -527,7 +612,7 @@ def strongest_force(summary: Summary) -> Finding | None:
 def more_depth(summary: Summary) -> Finding | None:
     """What the schedule implies beyond the last layer, with its condition."""
     depth = summary.get("depth")
-    if not depth:
+    if not depth or shapeless(depth["length"]):
         return None
     end, condition = depth["collapse"], depth["condition"]
     # one sentence: it is read on its own, on a terminal, and holds on that condition only
@@ -546,7 +631,7 @@ def more_depth(summary: Summary) -> Finding | None:
 def not_monotone(summary: Summary) -> Finding | None:
     """A violation of stochastic monotonicity, on which part of the theory rests."""
     found = summary.get("monotonicity")
-    if not found or found["worst"] <= 1e-9:
+    if not found or found["worst"] <= 1e-9 or shapeless(found["length"]):
         return None
     return Finding(
         f"The kernel is not stochastically monotone: a later position can look further back, by up to "
