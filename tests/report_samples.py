@@ -92,7 +92,7 @@ def profile_summary(
         "comparison": comparison,
         "shape": {k: shape_of(v) for k, v in curves.items()},
         "first_position_attention": np.linspace(0.1, 0.7, layers).tolist(),
-        "sink_mass": [0.0] * layers,
+        "learned_sink_mass": [0.0] * layers,
         "warnings": [],
         **more,
     }

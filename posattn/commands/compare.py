@@ -126,7 +126,7 @@ def pick(summary: Mapping[str, Any]) -> dict[str, Any]:
         "counts",
         "labels",
     )
-    keys += ("certain", "positional", "symbolic", "documents", "queries", "role_counts")
+    keys += ("certain", "positional", "symbolic", "documents", "different_documents", "queries", "role_counts")
     return {key: summary[key] for key in keys if key in summary}
 
 

@@ -164,6 +164,7 @@ def heads_into(
     from posattn.heads.scores import score_heads
     from posattn.heads.taxonomy import classify_heads, head_list
     from posattn.reports.summaries import heads_summary, heads_tables
+    from posattn.reports.sure import different_documents, document_warnings
     from posattn.reports.write import plain, write_folder
 
     heads = count(sum(info.n_heads for info in model.layers), "head")
@@ -186,7 +187,9 @@ def heads_into(
     arrays = look_inside(model, tokens, keys=scores["level"] == "keys")
     if usage is not None:
         arrays |= {f"rotary.{name}": getattr(usage, name) for name in ROTARY}
+    warnings += document_warnings(tokens)
     summary = plain(heads_summary(found, taxonomy, usage, study, warnings))
+    summary["different_documents"] = different_documents(tokens)
     write_folder(folder, summary, arrays, heads_tables(found, taxonomy, usage, study))
     named = [*taxonomy.counts, *taxonomy.role_counts]
     lists = {name: head_list(taxonomy, name) for name in named}

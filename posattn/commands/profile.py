@@ -10,6 +10,7 @@ import typer
 from posattn.commands import checks, options, output
 from posattn.commands.documents import document_length, read_documents
 from posattn.errors import InputError
+from posattn.reports.sure import LEAST_POSITIONS
 from posattn.words import count
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ FORCES_UP_TO = 1 << 31
 HEAD_GAINS_UP_TO = 1 << 26
 #: random directions average out soon: so many documents are enough for their gains
 GAIN_DOCUMENTS = 8
-#: bins from which a profile has a shape to speak of
-LEAST_BINS = 8
 
 
 def profile(
@@ -172,9 +171,9 @@ def chosen_adapter(name: str, bins: int | None, *, length: int, per_head: bool, 
 
 def check_bins(bins: int | None, length: int) -> None:
     """Refuse bins that are too wide for a length."""
-    if bins is not None and length < LEAST_BINS * bins:
-        fits = f"--bins {length // LEAST_BINS}" if length >= LEAST_BINS else "no --bins"
-        raise InputError(f"--bins {bins} leaves fewer than {LEAST_BINS} bins of {length} positions: use {fits}")
+    if bins is not None and length < LEAST_POSITIONS * bins:
+        fits = f"--bins {length // LEAST_POSITIONS}" if length >= LEAST_POSITIONS else "no --bins"
+        raise InputError(f"--bins {bins} leaves fewer than {LEAST_POSITIONS} bins of {length} positions: use {fits}")
 
 
 def would_need(
@@ -279,6 +278,7 @@ def measure_profile(
     from posattn.probes.measure import measure
     from posattn.probes.positional import PositionalProbe
     from posattn.reports.summaries import profile_arrays, profile_summary, profile_tables
+    from posattn.reports.sure import different_documents, document_warnings
     from posattn.reports.write import plain, write_folder
     from posattn.rollout.implied import IMPLIED, implied_profiles
     from posattn.rollout.variants import VARIANTS, sink_warning
@@ -308,7 +308,8 @@ def measure_profile(
         streamed=bins is not None,
         bins=None if bins == 1 else bins,
     )
-    more: dict[str, Any] = {}
+    warnings += document_warnings(tokens)
+    more: dict[str, Any] = {"different_documents": different_documents(tokens)}
     contributions, further = None if probe is None else probe.result(model), {}
     if probe is None:
         warnings.append(

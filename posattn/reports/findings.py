@@ -16,7 +16,7 @@ from typing import Any, Literal
 from posattn.reports import curves
 from posattn.reports.kit import Finding
 from posattn.reports.learning import lengths_findings, train_findings
-from posattn.reports.sure import LEAST_POSITIONS, SETTLING, SHOWN, apart, unsettled
+from posattn.reports.sure import LEAST_POSITIONS, SETTLING, SHOWN, apart, few_documents, unsettled
 from posattn.words import count, listed, number, percent, plural, sentence, span, times
 
 Summary = Mapping[str, Any]
@@ -653,8 +653,13 @@ def heads_findings(summary: Summary) -> tuple[Finding, ...]:
     )
 
 
+def _at_keys(summary: Summary) -> bool:
+    """Whether hidden keys were exchanged, not tokens of the prompt."""
+    return summary["level"] == "keys"
+
+
 def _condition(summary: Summary) -> str:
-    swap = "two hidden keys exchanged" if summary["level"] == "keys" else "two tokens of the prompt exchanged"
+    swap = "two hidden keys exchanged" if _at_keys(summary) else "two tokens of the prompt exchanged"
     over = f"{count(summary['queries'], 'query')} in {count(summary['documents'], 'document')}"
     return f"{swap}, {over}, τ = {summary['tau']:g}"
 
@@ -674,9 +679,13 @@ def label_counts(summary: Summary) -> Finding | None:
         ]
     )
     text = f"Of {count(len(heads), 'head')}, {told}."
+    text += "".join(f" {words}" for words in _sinks_by_label(summary))
     certain = [summary["certain"][t][h] for t, h in heads]
     sure = f"A head is pure within γ = {summary['thresholds']['purity']:g} of a corner; {_condition(summary)}. "
-    if any(value is not None for value in certain):
+    too_few = label_doubt(summary)
+    if too_few:
+        sure += f"{too_few[0].upper()}{too_few[1:]} a label."
+    elif any(value is not None for value in certain):
         settled = sum(value is True for value in certain)
         sure += (
             f"{settled} of {len(heads)} labels stay the same over the whole 95 % interval (over "
@@ -684,7 +693,54 @@ def label_counts(summary: Summary) -> Finding | None:
         )
     else:
         sure += "No interval: one document and query."
-    return Finding(text, sure, links=(("plane-chart", "The plane"), ("map-chart", "The map")))
+    return Finding(
+        text,
+        sure,
+        tone="caution" if too_few else "plain",
+        links=(("plane-chart", "The plane"), ("map-chart", "The map")),
+    )
+
+
+#: a label's heads are said to be sinks from this share on
+SINKS = 0.25
+
+
+def _sinks(summary: Summary, label: str) -> list[tuple[int, int]]:
+    """The heads of a label that put most of their attention on the first position."""
+    return [(t, h) for t, h in _all_heads(summary) if summary["labels"][t][h] == label and _is_sink(summary, t, h)]
+
+
+def _is_sink(summary: Summary, t: int, h: int) -> bool:
+    return "sink" in summary["roles"][t][h]
+
+
+def _sinks_by_label(summary: Summary) -> list[str]:
+    """For each label of which many heads are sinks: how many, and what their label then says."""
+    thing = "key" if _at_keys(summary) else "token"
+    meaning = {
+        "symbolic": f"the swap that moves the first {thing} moves their attention with it, so they follow that one "
+        f"{thing}, whatever they do with others",
+        "positional": f"their attention stays on the first position, whichever {thing} stands there",
+        "uniform": "next to no attention is left that a swap could move",
+        "mixed": f"the swaps that move the first {thing} decide their place in the plane",
+    }
+    told = []
+    for label, says in meaning.items():
+        sinks, of = len(_sinks(summary, label)), summary["counts"].get(label, 0)
+        if sinks and sinks >= SINKS * of:
+            who = f"{sinks} of the {of} {label} heads" if of > 1 else f"The one {label} head"
+            told.append(f"{who} {'are sinks' if of > 1 else 'is a sink'} (attention on the first position): {says}.")
+    return told
+
+
+def label_doubt(summary: Summary) -> str | None:
+    """Why the intervals of the scores settle no label; None where they may, and where there are none at all.
+
+    Intervals over the queries of a single document know no other document either.
+    """
+    if all(summary["certain"][t][h] is None for t, h in _all_heads(summary)):
+        return None
+    return _too_few(summary)
 
 
 def no_positional_head(summary: Summary) -> Finding | None:
@@ -721,7 +777,12 @@ def purest_heads(summary: Summary) -> Finding | None:
         heads = [(t, h) for t, h in _all_heads(summary) if summary["labels"][t][h] == label]
         heads = sorted(heads, key=lambda place: summary["gamma"][place[0]][place[1]])[:3]
         if heads:
-            told.append(f"purest {label}: {listed([f'L{t}H{h}' for t, h in heads])}")
+            words = f"purest {label}: {listed([f'L{t}H{h}' for t, h in heads])}"
+            if sinks := [f"L{t}H{h}" for t, h in heads if _is_sink(summary, t, h)]:
+                every = len(sinks) == len(heads)
+                who = ("all of them" if len(sinks) > 1 else "it") if every else listed(sinks)
+                words += f" ({who} {plural(len(sinks), 'is')} {'sinks' if len(sinks) > 1 else 'a sink'})"
+            told.append(words)
             links += [(f"head:layer {t}|head {h}", f"L{t}H{h}") for t, h in heads]
     if not told:
         return None
@@ -773,10 +834,9 @@ def too_even_to_tell(summary: Summary) -> Finding | None:
     if uniform <= len(heads) / 2:
         return None
     return Finding(
-        f"{uniform} of {count(len(heads), 'head')} {plural(uniform, 'is')} uniform: exchanging two keys hardly "
-        "changes the attention.",
-        "Such a head may look at a sink, or at everything alike, on these prompts; both scores are then near 1 and "
-        "say little.",
+        f"{uniform} of {count(len(heads), 'head')} {plural(uniform, 'is')} uniform: exchanging two "
+        f"{'keys' if _at_keys(summary) else 'tokens'} hardly changes the attention.",
+        "Such a head looks at everything nearly alike on these prompts; both scores are then near 1 and say little.",
         tone="caution",
         links=(("map-chart", "The map"),),
     )
@@ -798,18 +858,24 @@ def removal_matters(summary: Summary) -> Finding | None:
     last = len(study["lengths"]) - 1
     tokens = count(study["lengths"][last], "token")
     more, less, unclear, alone = [], [], [], []
+    too_few = unsettled(summary.get("different_documents") or study["documents"])
     for c, key in enumerate(study["classes"]):
         name, excess, (low, high) = key.replace("_", " "), study["excess"][c][last], study["excess_interval"][c][last]
         if not compared(study, key):
             change, (low, high) = study["increase"][c][last], study["increase_interval"][c][last]
             interval = "" if low is None else f", {span((low, high), 3)}"
             alone.append(f"{name} ({number(change, 3, sign=True)} nats{interval})")
-        elif low is not None and (low > 0 or high < 0):
+        elif low is not None and (low > 0 or high < 0) and not too_few:
             (more if low > 0 else less).append(f"{name} ({number(excess, 3, sign=True)} nats, {span((low, high), 3)})")
         else:
             unclear.append(name)
     text = ""
-    if more:
+    if too_few and unclear:
+        text = (
+            f"{too_few} which classes of heads raise the loss at {tokens} more than random heads do "
+            f"({listed(unclear)})."
+        )
+    elif more:
         text = (
             f"Removing {plural(len(more), 'this class')} of heads raises the loss at {tokens} more than random heads "
             f"do: {listed(more)}."
@@ -846,7 +912,7 @@ def removal_matters(summary: Summary) -> Finding | None:
         f"What a head adds is replaced by {REPLACED.get(study['mode'], study['mode'])}; "
         f"{count(study['documents'], 'document')}, {count(study['controls'], 'random set')} of the same size in the "
         f"same layers, 95 % bootstrap intervals.{caution}",
-        tone="caution" if alone or task else "plain",
+        tone="caution" if alone or task or too_few else "plain",
         links=(("ablation-chart", "Loss by class"), ("ablation-table", "Figures")),
         asked=True,
     )
@@ -879,12 +945,16 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
         if summary["of"] == "heads":
             found.append(_heads_apart(summary, index, name, rows))
             continue
-        apart = [row for row in rows if row["low"] is not None and (row["low"] > 0 or row["high"] < 0)]
-        unclear = [row for row in rows if row["low"] is not None and row["low"] <= 0 <= row["high"]]
+        known = [row for row in rows if row["low"] is not None]
+        documents = [_run_documents(summary["runs"][i]) for i in (0, index)]
+        fewest = min((n for n in documents if n is not None), default=None)
+        too_few = unsettled(fewest) if known else None
+        told_apart = [row for row in known if not too_few and apart(row["difference"], (row["low"], row["high"]))]
+        unclear = [row for row in known if row not in told_apart]
         told = [
             f"{FIGURE_NAMES[row['figure']]} {number(row['first'])} → {number(row['this'])} "
             f"({span((row['low'], row['high']))})"
-            for row in apart
+            for row in told_apart
         ]
         text = f"`{name}` against `{summary['names'][0]}`: " + (
             f"{listed(told)}." if told else "no figure of shape or mixing is told apart."
@@ -900,9 +970,20 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
         sure = f"In brackets the 95 % interval of the difference over documents, {how}."
         if not told:
             sure = f"Told apart: the 95 % interval of the difference excludes 0. It is over documents, {how}."
-        if not apart and not unclear:
+        if too_few:
+            sure = f"{too_few} a difference: intervals over so few are too narrow. {sure}"
+        elif fewest is not None and (few := few_documents(fewest)):
+            sure = f"{sure} {few}"
+        if not told_apart and not unclear:
             sure = "A run of a single document has no interval."
-        found.append(Finding(text, sure, links=(("differences-table", "Figures"), ("curves-chart", "Curves"))))
+        found.append(
+            Finding(
+                text,
+                sure,
+                tone="caution" if too_few else "plain",
+                links=(("differences-table", "Figures"), ("curves-chart", "Curves")),
+            )
+        )
     if summary["differing"]:
         shown = list(summary["differing"])
         more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
@@ -917,16 +998,27 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
     return tuple(found)
 
 
+def _run_documents(run: Mapping[str, Any]) -> int | None:
+    """How many different documents a run of a comparison rests on, where it says so."""
+    known = (run.get("influence_facts") or {}).get("documents") or (run.get("mixing") or {}).get("documents")
+    return run.get("different_documents") or run.get("documents") or known
+
+
 def _heads_apart(summary: Summary, index: int, name: str, rows: Sequence[Mapping[str, Any]]) -> Finding:
     told = [f"{row['figure']} {row['first']} → {row['this']}" for row in rows]
     changed = [row for row in summary.get("changed") or () if row["run"] == index]
     text = f"`{name}` against `{summary['names'][0]}`, heads by label: {listed(told)}."
+    sure = "Counts follow the threshold γ; a head near it changes label by chance."
+    doubts = [doubt for i in (0, index) if (doubt := label_doubt(summary["runs"][i]))] if changed else []
     if changed:
         settled = sum(row["settled"] for row in changed)
-        text += f" {count(len(changed), 'head')} changed label, {settled} of them beyond the intervals of both runs."
+        text += f" {count(len(changed), 'head')} changed label"
+        text += "." if doubts else f", {settled} of them beyond the intervals of both runs."
+    if doubts:
+        sure = f"{doubts[0]} a label. {sure}"
     return Finding(
         text,
-        "Counts follow the threshold γ; a head near it changes label by chance.",
+        sure,
         links=(("differences-table", "Figures"), ("counts-chart", "Labels")),
     )
 

@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 
 from posattn.reports import charts, common
-from posattn.reports.findings import REPLACED, compared, heads_findings
+from posattn.reports.findings import REPLACED, compared, heads_findings, label_doubt
 from posattn.reports.kit import Chart, Column, Control, Figure, Group, Link, Page, Section, Table
-from posattn.words import count, number, percent, span
+from posattn.reports.sure import fixed, fixed_digits
+from posattn.words import count, number, percent
 
 LABELS = ("positional", "symbolic", "uniform", "mixed")
 #: colours of the labels, in their order, and a sign for those who cannot tell the colours apart
 _COLOURS = {"positional": "@c0", "symbolic": "@c1", "uniform": "@c2", "mixed": "@c7"}
 _SIGNS = {"positional": "circle", "symbolic": "diamond", "uniform": "square", "mixed": "x"}
+#: digits of a score and of its interval: the same, so that none is shown outside its own interval
+DIGITS = 3
 #: a head is shown up to this many times along an edge of its grids
 _FEW, _MANY = 48, 32
 
@@ -130,6 +133,7 @@ def _plane(summary: Mapping[str, Any]) -> Section:
         shapes=shapes,
     )
     options = ("all", *(label for label in LABELS if summary["counts"].get(label)))
+    things = "keys" if summary["level"] == "keys" else "tokens"
     words = ", ".join(f"{summary['counts'].get(label, 0)} {label}" for label in LABELS)
     chart = Chart(
         "plane-chart",
@@ -147,9 +151,10 @@ def _plane(summary: Mapping[str, Any]) -> Section:
         "plane",
         "Position or symbol",
         (chart,),
-        "Two keys of the context are exchanged. A head whose attention stays where it was works by position (score "
-        "near 1 "
-        "on the first axis); one whose attention follows the keys works by symbol (near 1 on the second). Both near 1: "
+        f"Two {things} of the context are exchanged. A head whose attention stays where it was works by position "
+        "(score near 1 "
+        f"on the first axis); one whose attention follows the {things} works by symbol (near 1 on the second). Both "
+        "near 1: "
         "the attention is too even to tell.",
     )
 
@@ -325,7 +330,7 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
         }
         for c, name in enumerate(study["classes"]):
             low, high = study["excess_interval"][c][n]
-            interval = None if low is None else span((low, high), 3)
+            interval = fixed((low, high))
             rows.append(
                 [
                     name,
@@ -363,8 +368,7 @@ def _ablation(summary: Mapping[str, Any]) -> Section | None:
 
 
 def _interval(summary: Mapping[str, Any], name: str, t: int, h: int) -> str | None:
-    low, high = summary[f"{name}_interval"][t][h]
-    return None if low is None or high is None else span((low, high))
+    return fixed(summary[f"{name}_interval"][t][h], DIGITS)
 
 
 def _table(summary: Mapping[str, Any]) -> Section:
@@ -378,9 +382,9 @@ def _table(summary: Mapping[str, Any]) -> Section:
         Column("head", numeric=False),
         Column("layer", format="d"),
         Column("label", numeric=False),
-        Column("positional", format=".2f"),
+        Column("positional", format=f".{DIGITS}f"),
         Column("95 %", numeric=False),
-        Column("symbolic", format=".2f"),
+        Column("symbolic", format=f".{DIGITS}f"),
         Column("95 %", numeric=False),
         Column("entropy", format=".2f", help="Of the query's attention, in nats."),
         Column("roles", numeric=False),
@@ -622,7 +626,7 @@ def _facts(summary: Mapping[str, Any], t: int, h: int) -> list[tuple[str, str]]:
     def shown(value: Any, digits: int = 2) -> str:
         return "–" if value is None else number(value, digits)
 
-    certain = summary["certain"][t][h]
+    certain = None if label_doubt(summary) else summary["certain"][t][h]
     label = summary["labels"][t][h]
     facts = [
         ("head", _name(t, h)),
@@ -630,7 +634,8 @@ def _facts(summary: Mapping[str, Any], t: int, h: int) -> list[tuple[str, str]]:
     ]
     for name in ("positional", "symbolic"):
         interval = _interval(summary, name, t, h)
-        facts.append((name, shown(summary[name][t][h]) + (f" (95 %: {interval})" if interval else "")))
+        score = "–" if summary[name][t][h] is None else fixed_digits(summary[name][t][h], DIGITS)
+        facts.append((name, score + (f" (95 %: {interval})" if interval else "")))
     facts.append(("entropy", f"{shown(summary['entropy'][t][h])} nats"))
     facts.append(("pure from γ", shown(summary["gamma"][t][h])))
     if roles := summary["roles"][t][h]:

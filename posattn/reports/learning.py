@@ -10,6 +10,7 @@ import numpy as np
 
 from posattn.reports import charts, common
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Finding, Notes, Page, Section, Table
+from posattn.reports.sure import FEW, unsettled
 from posattn.words import count, number, percent, plural, span, tile
 
 Summary = Mapping[str, Any]
@@ -286,15 +287,17 @@ def _length_effect(summary: Summary) -> Finding:
     over = _over(summary)
     ends = [summary["interval"][0], summary["interval"][-1]]
     known = all(v is not None for end in ends for v in end)
+    narrow = (_samples(summary) or FEW) < FEW
+    few = f" Over fewer than {FEW} such an interval is too narrow to be trusted." if narrow else ""
     if len(lengths) == 1:
         text = f"{name} is {_value(summary, values[0])} at {count(lengths[0], 'token')}, the only length measured."
-        sure = f"95 % interval over {over}: {_span(summary, ends[0])}." if known else "No interval."
+        sure = f"95 % interval over {over}: {_span(summary, ends[0])}.{few}" if known else "No interval."
         return Finding(text, sure, links=(("lengths-chart", "By length"),))
     text = f"{name} goes from {_value(summary, values[0])} at {count(lengths[0], 'token')} to "
     text += f"{_value(summary, values[-1])} at {count(lengths[-1], 'token')}."
     sure = "No interval."
     if known:
-        sure = f"95 % intervals over {over}: {_span(summary, ends[0])}, and {_span(summary, ends[1])}."
+        sure = f"95 % intervals over {over}: {_span(summary, ends[0])}, and {_span(summary, ends[1])}.{few}"
     what = "samples" if summary["metric"] == "accuracy" else "target tokens"
     return Finding(text, f"{sure} The {what} are the same at every length.", links=(("lengths-chart", "By length"),))
 
@@ -302,8 +305,14 @@ def _length_effect(summary: Summary) -> Finding:
 def _over(summary: Summary) -> str:
     """What an interval is over, with its number where the summary keeps it."""
     noun = "sample" if summary["metric"] == "accuracy" else "document"
-    samples = summary.get("samples") or (summary["provenance"].get("tokens") or {}).get("documents")
-    return count(samples, noun) if isinstance(samples, int) else f"{noun}s"
+    samples = _samples(summary)
+    return f"{noun}s" if samples is None else count(samples, noun)
+
+
+def _samples(summary: Summary) -> int | None:
+    """How many samples or documents an interval is over, where the summary keeps it."""
+    found = summary.get("samples") or (summary["provenance"].get("tokens") or {}).get("documents")
+    return found if isinstance(found, int) else None
 
 
 def _breaks(summary: Summary) -> Finding | None:
@@ -349,15 +358,30 @@ def _classes(summary: Summary) -> Finding | None:
     if last < len(lengths) - 1:
         what = "accuracy" if summary["metric"] == "accuracy" else "the loss"
         at += f", the longest measured before {what} breaks,"
-    if costs[name] <= 0:
+    alone = len(ablated) == 1
+    change = f"{_value(summary, summary['value'][last])} becomes {_value(summary, ablated[name][last])}"
+    low, high = summary["interval"][last]
+    inside = low is not None and high is not None and low <= ablated[name][last] <= high
+    too_few = unsettled(_samples(summary), "sample" if summary["metric"] == "accuracy" else "document")
+    if costs[name] <= 0 and alone:
+        text = f"{at} removing the {sizes[name]} does not make it worse: {change}."
+    elif costs[name] <= 0:
         text = f"{at} removing none of the classes of heads ({', '.join(sizes.values())}) makes it worse."
+    elif inside:
+        what = f"removing the {sizes[name]}" if alone else f"the most that removing a class costs ({sizes[name]})"
+        text = f"{at} {what} is not told apart from no effect: {change}, inside the 95 % interval of the whole model"
+        text += f" ({_span(summary, summary['interval'][last])})."
     else:
-        text = f"{at} removing the {sizes[name]} costs most: {_value(summary, summary['value'][last])} becomes "
-        text += f"{_value(summary, ablated[name][last])}."
+        text = f"{at} removing the {sizes[name]} {'makes it worse' if alone else 'costs most'}: {change}."
+    sure = f"Over the same {_over(summary)}, without an interval of the difference."
+    if too_few:
+        sure += f" {too_few} it."
+    if not alone:
+        sure += " Classes differ in size;"
     return Finding(
         text,
-        f"Over the same {_over(summary)}, without an interval of the difference. Classes differ in size; "
-        "`posattn heads --ablate` sets random heads of the same layers beside them.",
+        f"{sure} `posattn heads --ablate` sets random heads of the same layers beside "
+        f"{'them' if not alone else 'these'}.",
         links=(("lengths-chart", "By length"),),
         asked=True,
     )

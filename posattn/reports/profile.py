@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from posattn.reports import charts, common, curves
-from posattn.reports.findings import in_words, profile_findings
+from posattn.reports.findings import in_words, profile_findings, shapeless
 from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
+from posattn.reports.sure import fixed
 from posattn.words import count, listed, number, percent, span, tile
 
 SHAPES = (
@@ -18,12 +19,19 @@ SHAPES = (
     ("recency", "last eighth", "Share of the last eighth of the positions."),
     ("middle", "middle half", "Share of the middle half of the positions."),
     ("mean_position", "mean position", "0 is the first position, 1 the last."),
-    ("trough", "trough", "Where the curve is lowest: 0 is the first position, 1 the last."),
+    ("trough", "trough", "Middle of the lightest eighth of the positions: 0 is the first position, 1 the last."),
     (
         "u_index",
         "U index",
         "Density of the thinner end over the middle half's, minus 1. Above 0: both ends are denser.",
     ),
+)
+
+#: what the columns of the shapes mean, on the page itself: a tooltip is not read on paper
+SHAPES_NOTE = (
+    "Shares of a curve's mass. An even curve has 0.125 on each eighth and 0.5 on the middle half. Mean position and "
+    "trough are places, 0 the first position and 1 the last: the trough is the middle of that stretch, an eighth of "
+    "the context long, which holds least. The U index is above 0 when both ends are denser than the middle half."
 )
 
 _FORCES_LEAD = (
@@ -61,7 +69,7 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
         )
     ]
     shape = (summary.get("shape") or {}).get("influence")
-    if shape:
+    if shape and not shapeless(_positions(summary)):
         trimmed = shape.get("without_first") or shape
         rest = ", first position left out" if trimmed is not shape else ""
         share = f"of measured influence; even share 12.5%{rest}"
@@ -88,6 +96,10 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
             )
         )
     return tuple(figures)
+
+
+def _positions(summary: Mapping[str, Any]) -> int:
+    return len(next(iter(summary["profiles"].values())))
 
 
 def _profiles(summary: Mapping[str, Any]) -> Section:
@@ -176,7 +188,7 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
 
     shape = (summary.get("shape") or {}).get("influence") or {}
     words = f"A curve each for {listed(['the measured influence'] * bool(influence) + list(map(label, shown)))}"
-    if shape:
+    if shape and not shapeless(_positions(summary)):
         words += (
             f"; of the measured influence {percent(shape['primacy'])} is on the first eighth of the positions, "
             f"{percent(shape['middle'])} on the middle half, "
@@ -239,7 +251,7 @@ def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[s
                 name,
                 f"the same curve as {repeated[name]} here" if name in repeated else in_words(summary, name),
                 distance["wasserstein"],
-                *([span(interval, 3) if interval else None] if intervals else []),
+                *([fixed(interval)] if intervals else []),
                 distance["spearman"],
                 distance["total_variation"],
             ]
@@ -249,7 +261,12 @@ def _distances(comparison: Mapping[str, Mapping[str, float]], summary: Mapping[s
         "Distance of each prediction to the measured influence",
         tuple(columns),
         rows,
-        note="Over all positions, the first included. `uniform` is what knowing nothing would give.",
+        note="Over all positions, the first included. `uniform` is the even curve, what knowing nothing would give."
+        + (
+            " Intervals resample the documents of the measured influence alone; the predictions are held fixed."
+            if intervals
+            else ""
+        ),
     )
 
 
@@ -312,7 +329,7 @@ def _calibrated(found: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _interval(ends: Sequence[float] | None) -> str | None:
-    return None if ends is None else span(ends, 3)
+    return fixed(ends)
 
 
 def _shapes(shape: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -333,7 +350,7 @@ def _shapes(shape: Mapping[str, Mapping[str, Any]]) -> Table:
         "Shapes",
         columns,
         rows,
-        note="Shares of a curve's mass. An even curve has 0.125 on each eighth and 0.5 on the middle half.",
+        note=SHAPES_NOTE,
         filterable=len(rows) > 8,
     )
 
@@ -410,7 +427,7 @@ def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
     ]
     extra = [(key, column) for key, column in extra if mixing.get(key)]
     first = summary.get("first_position_attention")
-    sink = summary.get("sink_mass")
+    sink = summary.get("learned_sink_mass", summary.get("sink_mass"))  # its name before
     columns += [column for _, column in extra]
     columns += (
         [
@@ -424,7 +441,13 @@ def _mixing(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
         else []
     )
     columns += (
-        [Column("sink", format=".1%", help="Attention that goes to a learned sink, mean over heads.")]
+        [
+            Column(
+                "learned sink",
+                format=".1%",
+                help="Attention that goes to a learned sink logit and so to no position, mean over heads.",
+            )
+        ]
         if sink and max(sink) > 0
         else []
     )

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from posattn.reports import charts, common, curves
-from posattn.reports.findings import simulate_findings
+from posattn.reports.findings import shapeless, simulate_findings
 from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
-from posattn.reports.profile import SHAPES
+from posattn.reports.profile import SHAPES, SHAPES_NOTE
 from posattn.words import count, listed, number, percent, plural, sentence, tile
 
 
@@ -60,6 +60,10 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
             f"Σλ = {number(sum(mixing))} over {count(len(mixing), 'layer')}",
             "schedule-chart",
         ),
+    ]
+    if shapeless(int(n)):
+        return tuple(figures)
+    figures += [
         Figure("first eighth", tile(shape["primacy"]), f"of the profile at {at}", "profiles-chart"),
         Figure("last eighth", tile(shape["recency"]), f"of the profile at {at}", "profiles-chart"),
         Figure("mean position", number(shape["mean_position"]), "0 the first position, 1 the last", "shapes-table"),
@@ -120,9 +124,13 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
         Chart(
             "profiles-chart",
             "Influence on the last position",
-            f"At {count(int(lengths[0]), 'position')} the residual profile has {percent(first['primacy'])} on the "
-            f"first eighth, {percent(first['middle'])} on the middle half and {percent(first['recency'])} on the last "
-            "eighth.",
+            f"At {count(int(lengths[0]), 'position')} the residual profile has "
+            + (
+                f"{percent(summary['profiles'][lengths[0]]['residual']['value'][0])} on the first position."
+                if shapeless(int(lengths[0]))
+                else f"{percent(first['primacy'])} on the first eighth, {percent(first['middle'])} on the middle half "
+                f"and {percent(first['recency'])} on the last eighth."
+            ),
             views,
             note="`residual`: with the mixing coefficients given. `attention_only`: λ = 1. `half`: λ = ½."
             + "".join(f" {note}." for note in dict.fromkeys(notes)),
@@ -131,7 +139,7 @@ def _profiles(summary: Mapping[str, Any]) -> Section:
             log_first=True,
             height=420,
         ),
-        Table("shapes-table", "Shapes", columns, rows, note="Shares of a curve's mass.", filterable=len(rows) > 8),
+        Table("shapes-table", "Shapes", columns, rows, note=SHAPES_NOTE, filterable=len(rows) > 8),
     ]
     return Section(
         "profiles",
@@ -199,5 +207,6 @@ def _depth(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Section:
                     height=max(340, min(560, 140 + 8 * len(mixing))),
                 )
             )
-        blocks.append(Notes((sentence(depth["implication"]), f"Condition: {depth['condition']}.")))
+        if not shapeless(depth["length"]):
+            blocks.append(Notes((sentence(depth["implication"]), f"Condition: {depth['condition']}.")))
     return Section("depth", "Depth", tuple(blocks), "What more layers would do, if the schedule went on as it is.")

@@ -44,7 +44,8 @@ def profile_summary(
         "comparison": dict(comparison or {}),
         "shape": dict(shapes or {}),
         "first_position_attention": first_position_attention(measurement.kernels),
-        "sink_mass": sink.mean(-1) if sink.dim() > 1 else sink,
+        # what goes to learned sink logits, and so to no position; not to be mistaken for attention on the first one
+        "learned_sink_mass": sink.mean(-1) if sink.dim() > 1 else sink,
         "warnings": [*measurement.warnings, *(w for w in warnings if w not in measurement.warnings)],
         **more,
     }
@@ -66,7 +67,7 @@ def profile_arrays(measurement: Any, influence: Any = None, **more: Tensor) -> d
     arrays = {
         "mixing_per_position": measurement.mixing.per_position,
         "mixing_per_position_std": measurement.mixing.per_position_std,
-        "sink_mass": measurement.sink_mass,
+        "learned_sink_mass": measurement.sink_mass,
         **more,
     }
     if measurement.kernels.numel() <= MOST_NUMBERS:

@@ -60,14 +60,14 @@ def document_warnings(tokens: Any) -> list[str]:
     return found
 
 
-def unsettled(documents: int | None) -> str | None:
+def unsettled(documents: int | None, noun: str = "document") -> str | None:
     """Why intervals over these documents settle nothing: "3 documents are too few to settle it"; None where they may.
 
     Without a known number of documents (None) nothing is said against them.
     """
     if documents is None or documents >= SETTLING:
         return None
-    return f"{count(documents, 'document')} {plural(documents, 'is')} too few to settle"
+    return f"{count(documents, noun)} {plural(documents, 'is')} too few to settle"
 
 
 def apart(difference: float, interval: Sequence[float | None] | None = None) -> bool:
@@ -84,9 +84,10 @@ def fixed(ends: Sequence[float | None] | None, digits: int = 3) -> str | None:
     """An interval with the digits of the table's column beside it, so that no value is shown outside its own."""
     if ends is None or ends[0] is None or ends[1] is None:
         return None
-    return " to ".join(_cell(end, digits) for end in ends if end is not None)
+    return " to ".join(fixed_digits(end, digits) for end in ends if end is not None)
 
 
-def _cell(value: float, digits: int) -> str:
+def fixed_digits(value: float, digits: int = 3) -> str:
+    """A number with so many digits, as cells of tables have it: a true minus sign, and none on nothing."""
     shown = f"{value:.{digits}f}"
     return (shown if any(digit in shown for digit in "123456789") else shown.lstrip("-")).replace("-", "−")
