@@ -16,6 +16,8 @@ import torch
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 #: dash patterns, so that curves differ in print too
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+#: what an axis shows whole numbers of
+_COUNTED = ("layer", "head", "kernel", "depth (layers)", "step")
 SEQUENTIAL = "viridis"
 DIVERGING = "PuOr_r"
 
@@ -157,6 +159,24 @@ def bars(ax: Any, heights: Any, labels: Sequence[str], **keywords: Any) -> Any:
     return ax
 
 
+def legend_outside(ax: Any, *, handles: Sequence[Any] | None = None, title: str | None = None) -> None:
+    """The legend where it covers no data: below the axes in a figure that `axes` made; in the user's own figure, whose
+    layout is theirs, where matplotlib finds most room."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    found, labels = ax.get_legend_handles_labels() if handles is None else (handles, [h.get_label() for h in handles])
+    if not found:
+        return
+    figure = ax.figure
+    alone = [other for other in figure.axes if other.get_label() != "<colorbar>"] == [ax]
+    with style():
+        if alone and isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+            columns = max(1, min(len(found), 76 // (max(len(str(label)) for label in labels) + 8)))
+            figure.legend(found, labels, title=title, loc="outside lower center", ncols=columns)
+        else:
+            ax.legend(found, labels, title=title)
+
+
 def finish(
     ax: Any,
     *,
@@ -167,13 +187,16 @@ def finish(
     xlim: tuple[float | int, float | int] | None = None,
     ylim: tuple[float | int, float | int] | None = None,
 ) -> Any:
-    """Label the axes, and return them."""
+    """Label the axes, and return them; see `legend_outside`."""
     ax.set_xlabel(x)
     ax.set_ylabel(y)
+    for axis, name in ((ax.xaxis, x), (ax.yaxis, y)):
+        if name in _COUNTED and axis.get_scale() == "linear":
+            axis.get_major_locator().set_params(integer=True)
     if title:
         ax.set_title(title)
     if legend:
-        ax.legend()
+        legend_outside(ax)
     if xlim:
         ax.set_xlim(*xlim)
     if ylim:

@@ -287,9 +287,9 @@ class AblationStudy(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """Increase of the loss by class, one group a class and one bar a length; random sets as hollow marks."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        ax = plt.subplots()[1] if ax is None else ax
+        ax = plotting.axes(ax)
         width = 0.8 / len(self.lengths)
         places = torch.arange(len(self.classes), dtype=torch.float64).numpy()
         for n, length in enumerate(self.lengths):
@@ -297,11 +297,11 @@ class AblationStudy(Result):
             value = self.increase[:, n].numpy()
             spread = abs(self.increase_interval[:, n].numpy() - value[:, None]).T
             bars = None if (spread != spread).any() else spread
-            ax.bar(at, value, width, yerr=bars, label=f"{length} tokens")
+            ax.bar(at, value, width, yerr=bars, label=f"{length} tokens", color=plotting.colour(n))
             ax.plot(at, self.control_increase[:, n].numpy(), "o", mfc="none", mec="black", ms=5, ls="")
         ax.set_xticks(places, [f"{name} ({len(self.heads[name])})" for name in self.classes], rotation=20, ha="right")
-        ax.set(ylabel="increase of loss (nats a token)")
-        ax.legend(title="circles: random heads")
+        plotting.finish(ax, x="", y="increase of loss (nats a token)")
+        plotting.legend_outside(ax, title="circles: random heads")
         return ax
 
 

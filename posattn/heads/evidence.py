@@ -71,15 +71,19 @@ class HeadEvidence(Result):
 
     def plot(self, ax: Any = None, name: str = "induction_repeat") -> Any:
         """One figure as a layer-by-head map."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        ax = plt.subplots()[1] if ax is None else ax
-        image = ax.imshow(
-            self.measured[name].cpu().numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis", origin="lower"
+        ax = plotting.axes(ax)
+        return plotting.heatmap(
+            ax,
+            self.measured[name],
+            x="head",
+            y="layer",
+            title=name.replace("_", " "),
+            value="share of attention",
+            limits=(0, 1),
+            origin="lower",
         )
-        ax.figure.colorbar(image, ax=ax, label="share of attention")
-        ax.set(xlabel="head", ylabel="layer", title=name.replace("_", " "))
-        return ax
 
 
 class EvidenceCounter:

@@ -57,15 +57,15 @@ class CrossLogits(Result):
 
     def plot(self, ax: Any = None, head: int = 0) -> Any:
         """M of one head: rows positions, columns tokens."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        ax = plt.subplots()[1] if ax is None else ax
+        ax = plotting.axes(ax)
         end = self.first + self.logits.shape[1] - 0.5
         extent = (self.first - 0.5, end, end, self.first - 0.5)
-        image = ax.imshow(self.logits[head].numpy(), cmap="viridis", extent=extent, interpolation="nearest")
-        ax.figure.colorbar(image, ax=ax, label="logit")
-        ax.set(xlabel="token", ylabel="position", title=f"layer {self.layer}, head {head}, query at {self.query}")
-        return ax
+        title = f"layer {self.layer}, head {head}, query at {self.query}"
+        return plotting.heatmap(
+            ax, self.logits[head], x="token", y="position", title=title, value="logit", extent=extent, aspect="equal"
+        )
 
 
 def cross_logits(model: Any, tokens: Any, layer: int, query: int = -1, *, per_frequency: bool = False) -> CrossLogits:

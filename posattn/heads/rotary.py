@@ -132,16 +132,14 @@ class RotaryUsage(Result):
 
     def plot(self, ax: Any = None, value: str = "variance_share") -> Any:
         """A layer-by-frequency map of one figure, averaged over heads."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        ax = plt.subplots()[1] if ax is None else ax
+        ax = plotting.axes(ax)
         figures = getattr(self, value).nanmean(1)
         layers, terms = figures.shape
         extent = (0.5, terms + 0.5, -0.5, layers - 0.5)  # ids count from 1
-        image = ax.imshow(figures.numpy(), aspect="auto", origin="lower", cmap="viridis", extent=extent)
-        ax.figure.colorbar(image, ax=ax, label=value.replace("_", " "))
-        ax.set(xlabel="frequency id (1 = fastest)", ylabel="layer")
-        return ax
+        shown, name = "frequency id (1 = fastest)", value.replace("_", " ")
+        return plotting.heatmap(ax, figures, x=shown, y="layer", value=name, origin="lower", extent=extent)
 
 
 class _Layer:

@@ -151,17 +151,16 @@ class HeadScores(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """The plane: symbolic against positional score, one dot a head, colour by layer."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        ax = plt.subplots()[1] if ax is None else ax
+        ax = plotting.axes(ax)
         layers, heads = self.positional.shape
         colour = torch.arange(layers).repeat_interleave(heads).numpy()
         at = self.positional.flatten().numpy(), self.symbolic.flatten().numpy()
-        dots = ax.scatter(*at, c=colour, cmap="viridis", s=18, alpha=0.85)
-
-        ax.figure.colorbar(dots, ax=ax, label="layer")
-        ax.set(xlabel="positional score", ylabel="symbolic score", xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
-        return ax
+        plotting.scatter(ax, *at, values_colour=colour)
+        ax.figure.colorbar(ax.collections[-1], ax=ax, label="layer")
+        ends = (-0.03, 1.03)
+        return plotting.finish(ax, x="positional score", y="symbolic score", xlim=ends, ylim=ends)
 
 
 class _Run:

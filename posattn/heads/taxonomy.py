@@ -115,21 +115,18 @@ class HeadTaxonomy(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """The layer-by-head map of labels."""
-        import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap
         from matplotlib.patches import Patch
 
-        ax = plt.subplots()[1] if ax is None else ax
+        from posattn import plotting
+
+        ax = plotting.axes(ax)
         colours = ["#0072b2", "#d55e00", "#bbbbbb", "#f0e6c8"]  # colour-blind safe
         table = torch.tensor([[LABELS.index(label) for label in row] for row in self.labels])
         ax.imshow(table.numpy(), cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", origin="lower")
-        ax.legend(
-            handles=[Patch(color=c, label=label) for c, label in zip(colours, LABELS, strict=True)],
-            loc="center left",
-            bbox_to_anchor=(1, 0.5),
-        )
-        ax.set(xlabel="head", ylabel="layer")
-        return ax
+        patches = [Patch(color=c, label=label) for c, label in zip(colours, LABELS, strict=True)]
+        plotting.legend_outside(ax, handles=patches)
+        return plotting.finish(ax, x="head", y="layer")
 
 
 def head_name(layer: int, head: int) -> str:

@@ -105,9 +105,9 @@ class Rollout(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the profile of each query (at most eight lines; of every depth when there is one query)."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        axes = ax if ax is not None else plt.subplots()[1]
+        axes = plotting.axes(ax)
         profile = self.profile.detach().double().cpu()
         labels = [f"query {int(query)}" for query in self.queries]
         if self.depths is not None and len(self.queries) == 1:
@@ -115,11 +115,9 @@ class Rollout(Result):
         lines = profile.reshape(-1, self.length)
         shown = torch.linspace(0, len(lines) - 1, min(len(lines), 8)).round().long()
         for index in shown.tolist():
-            axes.plot(lines[index].numpy(), label=labels[index % len(labels)])
-        axes.set(xlabel="input position", ylabel="influence", yscale="log" if profile.min() > 0 else "linear")
-        if len(lines) > 1:
-            axes.legend(fontsize="small")
-        return axes
+            plotting.curve(axes, lines[index], label=labels[index % len(labels)])
+        axes.set_yscale("log" if profile.min() > 0 else "linear")
+        return plotting.finish(axes, x="input position", y="share of the influence", legend=len(lines) > 1)
 
 
 def rollout(

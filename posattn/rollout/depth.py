@@ -167,16 +167,15 @@ class DepthTheory(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """What has not reached the first token, its bound, and the last position's own share, by depth."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        axes = ax if ax is not None else plt.subplots()[1]
+        axes = plotting.axes(ax)
         depth = range(1, len(self.mixing) + 1)
-        axes.plot(depth, self.off_first.numpy(), label="off the first token, max over i")
-        axes.plot(depth, self.bound.numpy(), "--", label="bound Π(1−ελ)")
-        axes.plot(depth, self.diagonal[:, -1].numpy(), label="P_NN")
-        axes.set(xlabel="depth", ylabel="mass", ylim=(0, None))
-        axes.legend(fontsize="small")
-        return axes
+        plotting.curve(axes, self.off_first, depth, label="off the first token, max over i")
+        plotting.curve(axes, self.bound, depth, label="bound Π(1−ελ)")
+        plotting.curve(axes, self.diagonal[:, -1], depth, label="P_NN")
+        axes.set_ylim(bottom=0)
+        return plotting.finish(axes, x="depth (layers)", y="mass", legend=True)
 
 
 def depth_theory(
@@ -323,13 +322,15 @@ class Collapse(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """What is left off the first token, by depth, on logarithmic axes."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        axes = ax if ax is not None else plt.subplots()[1]
-        axes.plot(range(1, len(self.off_first) + 1), self.off_first.clamp(min=1e-300).numpy())
-        axes.axhline(self.eta, linestyle="--", color="grey")
-        axes.set(xlabel="depth", ylabel="mass off the first token", xscale="log", yscale="log")
-        return axes
+        axes = plotting.axes(ax)
+        plotting.curve(
+            axes, self.off_first.clamp(min=1e-300), range(1, len(self.off_first) + 1), label="off the first token"
+        )
+        axes.axhline(self.eta, linestyle="--", color="grey", label=f"η = {self.eta:g}")
+        axes.set(xscale="log", yscale="log")
+        return plotting.finish(axes, x="depth (layers)", y="mass off the first token", legend=True)
 
 
 def collapse(
@@ -488,15 +489,14 @@ class AttentionOnlyBounds(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """The mass outside the target and its bound, by depth."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        axes = ax if ax is not None else plt.subplots()[1]
+        axes = plotting.axes(ax)
         depth = range(1, len(self.outside) + 1)
-        axes.plot(depth, self.outside.clamp(min=1e-300).numpy(), label="outside the target")
-        axes.plot(depth, self.bound.clamp(min=1e-300).numpy(), "--", label="bound")
-        axes.set(xlabel="depth", ylabel="mass", yscale="log")
-        axes.legend(fontsize="small")
-        return axes
+        plotting.curve(axes, self.outside.clamp(min=1e-300), depth, label="outside the target")
+        plotting.curve(axes, self.bound.clamp(min=1e-300), depth, label="bound")
+        axes.set_yscale("log")
+        return plotting.finish(axes, x="depth (layers)", y="mass", legend=True)
 
 
 def attention_only_bounds(kernel: StructuredKernel, length: int, depth: int = 32) -> AttentionOnlyBounds:

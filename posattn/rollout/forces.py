@@ -80,28 +80,26 @@ class ForceShares(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """The profiles as the forces come on one after the other."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        axes = ax if ax is not None else plt.subplots()[1]
+        axes = plotting.axes(ax)
         for curve, label in zip(self.path, ("none", *(f"+ {force}" for force in self.order)), strict=True):
-            axes.plot(curve.numpy(), label=label)
-        axes.set(xlabel="input position", ylabel="influence", yscale="log")
-        axes.legend(fontsize="small")
-        return axes
+            plotting.curve(axes, curve, label=label)
+        axes.set_yscale("log")
+        return plotting.finish(axes, x="input position", y="share of the influence", legend=True)
 
     def plot_shares(self, ax: Any = None) -> Any:
         """The shares as bars, grouped by quantity."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        axes = ax if ax is not None else plt.subplots()[1]
+        axes = plotting.axes(ax)
         places = torch.arange(len(self.quantities), dtype=torch.float64)
         for index, force in enumerate(self.forces):
-            axes.bar((places + 0.2 * (index - 1.5)).numpy(), self.shares[index].numpy(), width=0.2, label=force)
+            at = (places + 0.2 * (index - 1.5)).numpy()
+            axes.bar(at, self.shares[index].numpy(), width=0.2, label=force, color=plotting.colour(index))
         axes.set_xticks(places.numpy(), [name.replace("_", " ") for name in self.quantities])
         axes.axhline(0, color="grey", linewidth=0.5)
-        axes.set(ylabel="share of the change")
-        axes.legend(fontsize="small")
-        return axes
+        return plotting.finish(axes, x="", y="share of the change", legend=True)
 
 
 def force_shares(

@@ -66,17 +66,16 @@ class Monotonicity(Result):
 
     def plot(self, ax: Any = None) -> Any:
         """The worst violation of each kernel (of each head, as points)."""
-        import matplotlib.pyplot as plt
+        from posattn import plotting
 
-        axes = ax if ax is not None else plt.subplots()[1]
+        axes = plotting.axes(ax)
         mean = self.violation.reshape(-1)
         if self.head_violation is not None:
             heads = self.head_violation.reshape(len(mean), -1)
             for index, row in enumerate(heads):
-                axes.plot([index] * len(row), row.numpy(), ".", color="grey")
-        axes.plot(range(len(mean)), mean.numpy(), "o")
-        axes.set(xlabel="kernel", ylabel="worst violation")
-        return axes
+                axes.plot([index] * len(row), row.numpy(), ".", color="grey", label="one head" if index == 0 else None)
+        axes.plot(range(len(mean)), mean.numpy(), "o", color=plotting.colour(0), label="mean over heads")
+        return plotting.finish(axes, x="kernel", y="worst violation (mass)", legend=self.head_violation is not None)
 
 
 def monotonicity(

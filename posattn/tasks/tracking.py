@@ -43,6 +43,7 @@ from posattn.heads.taxonomy import LABELS, label_of
 from posattn.models.base import Batch, Model
 from posattn.results import Provenance, Result, provenance
 from posattn.tasks.base import Samples, Task
+from posattn.words import count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -433,7 +434,10 @@ class Dynamics(Result):
         steps = list(self.steps)
         plotting.curve(ax, self.accuracy[run], steps, label="accuracy", color="black", linestyle="-")
         for i, k in enumerate(self.hops):
-            ax.plot(steps, self.accuracy_hops[run, :, i].numpy(), color="grey", lw=0.8, label=f"{k} hops", alpha=0.9)
+            shade = str(0.35 + 0.45 * i / max(1, len(self.hops) - 1))  # the more hops, the lighter
+            plotting.curve(
+                ax, self.accuracy_hops[run, :, i], steps, label=count(k, "hop"), color=shade, index=i, lw=0.9
+            )
         share = self.counts(gamma)[run] / self.positional.shape[2] / self.positional.shape[3]
         for i, label in enumerate(LABELS[:2]):
             plotting.curve(ax, share[:, i], steps, label=f"{label} heads", index=i)
@@ -531,10 +535,10 @@ class Emergence(Result):
         for row in rows:
             if row["event"].startswith("accuracy ≥") and row["first"] is not None:
                 ax.axvline(row["first"], color="grey", lw=0.8, ls=":")
-                ax.annotate(row["event"].removeprefix("accuracy "), (row["first"], 0), fontsize=7, rotation=90)
-        if ax.collections:
-            ax.legend()
-        return plotting.finish(ax, x="step from which the head is pure", y="layer")
+                level = row["event"].removeprefix("accuracy ")
+                place = {"transform": ax.get_xaxis_transform(), "va": "top", "ha": "right", "rotation": 90}
+                ax.text(row["first"], 0.99, level, fontsize=7, **place)
+        return plotting.finish(ax, x="step from which the head is pure", y="layer", legend=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
