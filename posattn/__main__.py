@@ -1,15 +1,26 @@
-"""`python -m posattn` is the `posattn` command; torchrun starts several of it."""
+"""`python -m posattn` and `posattn` are this; torchrun starts several of it."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from posattn.cli import main
 
-code = main()
-if os.environ.get("WORLD_SIZE", "1") != "1":
-    from posattn.distributed import leave
+def run() -> int:
+    """Run the command line and return its exit code, also when it is interrupted before it has begun."""
+    try:
+        from posattn.cli import main
 
-    leave(code)
-sys.exit(code)
+        return main()
+    except KeyboardInterrupt:  # while things are imported, or when all is done
+        print("posattn: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    code = run()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from posattn.distributed import leave
+
+        leave(code)
+    sys.exit(code)

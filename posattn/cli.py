@@ -2,13 +2,14 @@
 
 This module only gathers the commands of `posattn.commands` and turns what they raise into exit codes:
 0 done; 2 and one line on stderr for what the caller can mend; 1 and one line for a fault of ours (`--debug` shows the
-traceback); 130 when interrupted. Nothing heavy is imported before a command runs.
+traceback); 130 when interrupted and 143 when terminated. Nothing heavy is imported before a command runs.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -19,8 +20,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from posattn import __version__
+from posattn import __version__, progress
 from posattn.errors import InputError, PosattnError
+from posattn.interrupts import INTERRUPTED, TERMINATED, Terminated, take_advice, terminable
+from posattn.words import one_of
 
 app = typer.Typer(
     name="posattn",
@@ -31,9 +34,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-#: exit code of a command that Ctrl-C ended
-INTERRUPTED = 130
 
 #: commands in the order of the help page; each is a function of that name in a module of that name
 COMMANDS = ("profile", "heads", "simulate", "train", "lengths", "compare", "figure", "models", "bench")
@@ -90,19 +90,22 @@ def main(arguments: list[str] | None = None) -> int:
     debug = "--debug" in arguments
     # `--debug` is understood before and after the command's name
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
+    take_advice()  # of an earlier command in this process
     try:
-        with _together():
+        with terminable(), progress.heartbeat(), _together():
             code = app(arguments, standalone_mode=False, prog_name="posattn")
         if code == INTERRUPTED:  # newer typers return it, older ones raise
-            return _fail("interrupted", INTERRUPTED)
+            return _stopped("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", INTERRUPTED)
+        return _stopped("interrupted", INTERRUPTED)
+    except Terminated:
+        return _stopped("terminated", TERMINATED)
     except PosattnError as error:
         return _fail(str(error), 2, debug)
     except (MemoryError, RuntimeError) as error:
         if _out_of_memory(error):
-            return _fail("not enough memory for this: use a shorter --length or a smaller --batch-size", 2, debug)
+            return _fail(f"not enough memory for this{_less_memory(arguments)}", 2, debug)
         return _internal(error, debug)
     except BrokenPipeError:  # the reader of our output went away: nothing to tell it
         sys.stderr.close()
@@ -125,6 +128,32 @@ def _together() -> AbstractContextManager[Any]:
 def _out_of_memory(error: Exception) -> bool:
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(t in text for t in ("out of memory", "can't allocate memory"))
+
+
+#: options that decide how much memory a command takes, and what to do with them; in the order of their worth
+_LESS = {
+    "length": "a shorter --length",
+    "lengths": "shorter --lengths",
+    "batch_size": "a smaller --batch-size",
+    "layers": "fewer --layers",
+    "small": "--small",
+}
+
+
+def _less_memory(arguments: list[str]) -> str:
+    """What the command that these arguments call can do about it: only options that it has."""
+    name = next((argument for argument in arguments if argument in COMMANDS), None)
+    if name is None:
+        return ""
+    has = inspect.signature(getattr(importlib.import_module(f"posattn.commands.{name}"), name)).parameters
+    ways = [words for parameter, words in _LESS.items() if parameter in has]
+    return f": use {one_of(ways[:2])}" if ways else ""
+
+
+def _stopped(what: str, code: int) -> int:
+    """The end of a command that a signal ended; with what can be done now, where something can."""
+    more = take_advice()
+    return _fail(f"{what}; {more}" if more else what, code)
 
 
 def _internal(error: Exception, debug: bool) -> int:

@@ -34,6 +34,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from posattn.errors import DataError, InputError
+from posattn.progress import reached
 
 LENGTH = 256
 SAMPLES = 64
@@ -80,8 +81,10 @@ class Tokens:
         """Batches of `batch_size` rows from row `start` on; the last may be short."""
         step = batch_size or self.batch_size
         for first in range(start, self.documents, step):
+            reached(first, self.documents, "document")
             rows = slice(first, first + step)
             yield TokenBatch(self.tokens[rows], None if self.mask is None else self.mask[rows])
+        reached(self.documents, self.documents, "document")
 
     def part(self, rows: slice) -> Tokens:
         """Some of the documents, with the facts of all."""
@@ -169,6 +172,7 @@ def load_tokens(
         what = "the text is" if reader.one or pack else f"all {read} documents are"
         raise DataError(f"{source}: {what} shorter than the length of {length} tokens; ask for a smaller length")
     tokens = torch.tensor(rows, dtype=torch.long)
+    _check_known(tokens, model, tokenizer, str(source))
     _check_vocabulary(tokens, model, f"{source}, as its tokenizer gives it,")
     facts = {
         "source": reader.label,
@@ -247,10 +251,23 @@ def _check_vocabulary(ids: Tensor, model: Any, what: str) -> None:
         raise DataError(f"{what} holds token id {wrong}, outside the model's vocabulary of {size}")
 
 
+def _check_known(ids: Tensor, model: Any, tokenizer: Any, source: str) -> None:
+    """Refuse words that the model has no token for: the tokenizer of a task puts them beyond the vocabulary."""
+    size, unknown = _fact(model, "vocab_size", "d_vocab"), getattr(tokenizer, "unk_token_id", None)
+    if isinstance(size, int) and isinstance(unknown, int) and unknown >= size and bool((ids == unknown).any()):
+        raise DataError(
+            f"{source} holds words that the model has no token for. A model that was trained on a task reads samples "
+            "of that task: leave out --text, or give it a text in the task's tokens"
+        )
+
+
 def _tokenizer(model: Any, source: object) -> Any:
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
-        raise DataError(f"the model has no tokenizer, so {source} cannot be read as text: pass a tensor of token ids")
+        raise DataError(
+            f"the model has no tokenizer, so {source} cannot be read as text: put the tokenizer's files into the "
+            "model's folder (in Python a tensor of token ids does without)"
+        )
     return tokenizer
 
 
@@ -324,7 +341,7 @@ def _open(source: str, field: str, separator: str | None, split: str, subset: st
     try:
         text = path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{source} is not readable UTF-8 text: {error}") from error
+        raise _not_utf8(source, error) from error
     if not text.strip():
         raise DataError(f"{source} holds no text: nothing to measure")
     if separator is None:
@@ -363,15 +380,23 @@ def _json_lines(path: Path, field: str, seed: int) -> Iterator[str]:
             file.seek(position)
             try:
                 record = json.loads(file.readline())
+            except UnicodeDecodeError as error:
+                raise _not_utf8(f"{path}, record {number}", error) from error
             except ValueError as error:
                 raise DataError(f"{path}, record {number} is not JSON: {error}") from error
             yield _text(record, field, f"{path}, record {number}")
 
 
+def _not_utf8(what: str, error: Exception) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        return DataError(f"{what} is not UTF-8 (byte {error.start}): save it as UTF-8")
+    return DataError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
 def _text(record: Any, field: str, where: str) -> str:
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{where} has no field {field!r} (it has: {has}); name the text's field")
+        raise DataError(f"{where} has no field {field!r} (it has: {has}): say which holds the text, with --field NAME")
     value = record[field]
     if not isinstance(value, str):
         raise DataError(f"{where}: field {field!r} holds {type(value).__name__}, not text")
@@ -387,12 +412,21 @@ def _streamed(label: str, name: str, options: dict[str, Any], split: str, field:
             rows = iter(stream.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER))
             head = next(rows, None)
     except Exception as error:  # datasets raises many kinds, from many libraries: the user needs one line
+        if (encoding := _encoding_error(error)) is not None:
+            raise _not_utf8(label, encoding) from error
         reason = str(error).strip().splitlines()
         raise DataError(f"cannot read {label}: {reason[0] if reason else type(error).__name__}") from error
     if head is None:
         raise DataError(f"{label} holds no documents")
     records = itertools.chain([head], rows)
     return _Reader((_text(row, field, f"a row of {label}") for row in records), label, field)
+
+
+def _encoding_error(error: BaseException | None) -> UnicodeDecodeError | None:
+    """The one that is behind this error, if one is."""
+    while error is not None and not isinstance(error, UnicodeDecodeError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager

@@ -46,6 +46,12 @@ def listed(names: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
+def one_of(names: Iterable[str]) -> str:
+    """ "a", "a or b", "a, b or c"."""
+    names = list(names)
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
 def number(value: SupportsFloat, digits: int = 2, sign: bool = False) -> str:
     """A number with a true minus sign; what would be rounded to nothing keeps its first digit ("0.0003").
 

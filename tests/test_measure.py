@@ -167,10 +167,10 @@ def test_a_foreign_checkpoint_is_refused(tmp_path) -> None:
 
     other = load_tokens(_tokens(4, 6, seed=5), model)
     for options, words in (
-        ({"model": Toy(seed=1)}, "another model"),
-        ({"tokens": other}, "another tokens"),
-        ({"per_head": True}, "another settings"),
-        ({"probes": [Extra()]}, "another settings"),
+        ({"model": Toy(seed=1)}, "of another model"),
+        ({"tokens": other}, "on other documents"),
+        ({"per_head": True}, "with other settings"),
+        ({"probes": [Extra()]}, "with other settings"),
     ):
         run = {"model": model, "tokens": tokens, **options}
         with pytest.raises(CheckpointError, match=words):
@@ -230,7 +230,7 @@ def test_progress_goes_to_stderr(capsys) -> None:
     measure(Toy(), _tokens(2, 4), check=False)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "2/2" in captured.err
+    assert "measuring toy: 2 of 2 documents" in captured.err
 
 
 def test_memory_does_not_grow_with_the_number_of_batches(tmp_path) -> None:

@@ -137,7 +137,7 @@ def test_lengths_of_a_text_model_with_retrieval(tiny_folder: Path, tmp_path: Pat
         (["train", "number", "--hops", "30"], "too small for 30 hops"),
         (["train", "number", "--preset", "huge"], "unknown preset 'huge'"),
         (["train", "number", "--targets", "20", "--length", "17"], "do not fit 17 positions"),
-        (["train", "index", "--hops", "2"], "has no parameter"),
+        (["train", "index", "--hops", "2"], "the index task has no --hops: it has --length and --letters"),
         (["train", "number", "--purity", "0.7"], "--purity"),
         (["lengths", "no/such/folder/here"], "no such file or folder"),
         (["lengths", "x", "--task", "number", "--text", "y"], "not both"),

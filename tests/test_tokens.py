@@ -178,7 +178,7 @@ def _wrong_cases(folder):
         "blank jsonl": (blanks, toy, {"length": 4}, DataError, "no text"),
         "short": (short, toy, {"length": 16}, DataError, "shorter than the length of 16"),
         "all short": (shorts, toy, {"length": 16}, DataError, "all 2 documents are shorter"),
-        "binary": (binary, toy, {"length": 4}, DataError, "not readable UTF-8"),
+        "binary": (binary, toy, {"length": 4}, DataError, "is not UTF-8 .*save it as UTF-8"),
         "broken": (broken, toy, {"length": 4}, DataError, "not JSON"),
         "no object": (listed, toy, {"length": 4}, DataError, "no field 'text'"),
         "broken table": (table, toy, {"length": 4}, DataError, "cannot read"),

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from posattn import progress
 from posattn.errors import InputError, PosattnWarning
 
 
@@ -23,6 +23,7 @@ def check_target(out: Path, overwrite: bool) -> None:
         InputError: `out` exists and `overwrite` is off; or it is no folder of results, which is never replaced.
     """
     if not out.exists() and not out.is_symlink():
+        check_parents("--out", out)
         return
     if not out.is_dir():
         raise InputError(f"--out {out} is a file; name a folder")
@@ -32,6 +33,17 @@ def check_target(out: Path, overwrite: bool) -> None:
         raise InputError(f"{out} exists already; choose another --out, or add --overwrite to replace it")
     if not is_result(out):
         raise InputError(f"{out} holds something other than posattn's results; it is not overwritten, choose another")
+
+
+def check_parents(option: str, path: Path) -> None:
+    """Refuse a path below a file.
+
+    Raises:
+        InputError: one of the folders that `path` would be in is a file.
+    """
+    file = next((parent for parent in path.parents if parent.exists() and not parent.is_dir()), None)
+    if file is not None:
+        raise InputError(f"{option} {path}: {file} is a file, not a folder; choose another place")
 
 
 def is_result(folder: Path) -> bool:
@@ -113,10 +125,14 @@ def first_process() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
-def say(message: str, quiet: bool = False) -> None:
-    """One line of progress on stderr."""
+def say(message: str, quiet: bool = False, *, stage: bool = True) -> None:
+    """One line of progress on stderr: what is being done from here on, or (without `stage`) what was found.
+
+    While a stage lasts, it says now and then how far it is (`posattn.progress`).
+    """
     if not quiet and first_process():
-        print(message, file=sys.stderr, flush=True)
+        progress.note(message)
+        progress.stage(message if stage else None)
 
 
 #: so many findings are printed at least, where there are as many

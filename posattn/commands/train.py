@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ import typer
 
 from posattn.commands import checks, options, output
 from posattn.errors import InputError
-from posattn.words import count
+from posattn.interrupts import advice
+from posattn.words import count, listed
 
 _Whole = Optional[int]  # noqa: UP045
 
@@ -32,7 +34,7 @@ def train(
     pre_targets: Annotated[_Whole, typer.Option("--pre-targets", help="Number and letter task.")] = None,
     hops: Annotated[_Whole, typer.Option("--hops", help="Longest path, number and letter task.")] = None,
     letters: Annotated[_Whole, typer.Option("--letters", help="Size of the alphabet.")] = None,
-    length: Annotated[_Whole, typer.Option("--length", help="Tokens of a sample, the query included.")] = None,
+    length: Annotated[_Whole, typer.Option("--length", min=2, help="Tokens of a sample, the query included.")] = None,
     distractors: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--distractors", help="Letter task: published, or clean."),
@@ -62,26 +64,22 @@ def train(
     if repeated := [one for i, one in enumerate(seeds) if one in seeds[:i]]:
         raise InputError(f"--seed {repeated[0]} is given twice: the same run again would count as another seed")
     parameters = {
-        name: value
-        for name, value in {
-            "targets": targets,
-            "pre_targets": pre_targets,
-            "max_hops": hops,
-            "letters": letters,
-            "distractors": distractors,
-        }.items()
-        if value is not None
+        "targets": targets,
+        "pre_targets": pre_targets,
+        "max_hops": hops,
+        "letters": letters,
+        "distractors": distractors,
     }
     output.check_target(out, overwrite)
     output.quiet_libraries()
-    from posattn.tasks import make_task
     from posattn.tasks.training import TrainingConfig
 
+    chosen = chosen_task(task, length, {name: value for name, value in parameters.items() if value is not None})
     shape = {k: v for k, v in {"layers": layers, "heads": heads, "d_model": d_model}.items() if v is not None}
     configs = [
         TrainingConfig(
             task=task,
-            task_parameters=make_task(task, length, **parameters).parameters,
+            task_parameters=chosen.parameters,
             preset=preset,
             steps=steps,
             learning_rate=learning_rate,
@@ -113,6 +111,38 @@ def train(
     if not summary["stopped"]:
         shutil.rmtree(work, ignore_errors=True)
     output.tell(out, summary)
+
+
+#: how the parameters of a task are written on the command line
+OPTIONS = {
+    "targets": "--targets",
+    "pre_targets": "--pre-targets",
+    "max_hops": "--hops",
+    "letters": "--letters",
+    "distractors": "--distractors",
+}
+
+
+def chosen_task(name: str, length: int | None, parameters: dict[str, Any]) -> Any:
+    """The task that the options describe; what is wrong with it is said in their words.
+
+    Raises:
+        InputError: an unknown task, an option that it does not have, or a value that it cannot have.
+    """
+    from posattn.tasks import TASKS, make_task
+
+    if name in TASKS:
+        has = [option for parameter, option in OPTIONS.items() if parameter in TASKS[name].parameter_names()]
+        for parameter in parameters:
+            if OPTIONS[parameter] not in has:
+                raise InputError(f"the {name} task has no {OPTIONS[parameter]}: it has {listed(['--length', *has])}")
+    try:
+        return make_task(name, length, **parameters)
+    except InputError as error:
+        text = str(error)
+        for parameter, option in {**OPTIONS, "length": "--length"}.items():
+            text = re.sub(rf"(?<![-\w]){parameter}(?= must )", option, text)
+        raise InputError(text) from error
 
 
 def _prepare(work: Path, resume: bool, overwrite: bool) -> None:
@@ -150,23 +180,24 @@ def train_into(
     """
     from posattn.reports.write import plain, write_folder
     from posattn.tasks.tracking import Dynamics, HeadTracker
-    from posattn.tasks.training import save_model, train
+    from posattn.tasks.training import save_model, saved_step, train
 
     records, facts, stopped = {}, {}, []
     for config in configs:
         name = f"seed-{config.seed}"
         output.say(f"training on the {config.task} task, seed {config.seed}: {count(config.steps, 'step')}", quiet)
         tracker = HeadTracker.for_task(config.make_task(), config.every, prompts, seed=config.seed)
-        run = train(
-            config,
-            tracker,
-            work / name,
-            resume=resume,
-            device=device,
-            save_every=max(config.every, 250),
-            max_seconds=max_seconds,
-            progress=not quiet,
-        )
+        with advice(lambda folder=work / name: how_to_go_on(folder, saved_step(folder))):
+            run = train(
+                config,
+                tracker,
+                work / name,
+                resume=resume,
+                device=device,
+                save_every=max(config.every, 250),
+                max_seconds=max_seconds,
+                progress=not quiet,
+            )
         records[name] = run.curves
         last = run.curves[-1]
         facts[name] = {
@@ -198,6 +229,13 @@ def train_into(
     write_folder(folder, summary, arrays, tables)
     dynamics.save(folder / "dynamics.safetensors")
     return summary
+
+
+def how_to_go_on(folder: Path, step: int | None) -> str:
+    """What an interrupted training has left."""
+    if step is None:
+        return "nothing was saved"
+    return f"the state after {count(step, 'step')} is in {folder}: add --resume to go on"
 
 
 def train_summary(

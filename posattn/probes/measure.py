@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,12 +22,14 @@ from torch import Tensor
 
 from posattn.distributed import world
 from posattn.errors import CheckpointError, InputError, NothingMeasuredError
+from posattn.interrupts import advice
 from posattn.models.base import Model
 from posattn.probes.base import Probe
 from posattn.probes.kernel import KernelProbe, Kernels, last_rows
 from posattn.probes.mixing import Mixing, MixingProbe
 from posattn.probes.session import Session, as_a_model, attach
 from posattn.probes.streamed import BinnedKernels, StreamedKernelProbe
+from posattn.progress import bar, note
 from posattn.results import Provenance, Result, provenance, read_tensors, write_tensors
 from posattn.tokens import Tokens, load_tokens
 from posattn.words import count, percent, plural
@@ -106,7 +107,8 @@ def measure(
         per_head: keep the heads' kernels apart.
         checkpoint: file to write the state to every `checkpoint_every` batches and at the end.
         resume: go on from the checkpoint if it exists (a missing one means: start from the beginning).
-        progress: show a progress bar on stderr (of the first process, where there are several).
+        progress: show on stderr how far it is (the first process, where there are several): a bar on a terminal, else
+            a line now and then.
         probes: further probes to run along; read them with `probe.result(model)` afterwards.
         check: verify on the first two documents that the hooks see what the model computes.
         streamed: add the kernels up tile by tile instead of reading patterns; by default where the model comes through
@@ -130,7 +132,13 @@ def measure(
     every, tokens = tokens, tokens.part(here.share(tokens.documents))
     identity = _identity(model, tokens, session.probes)
     path = None if checkpoint is None else here.own_path(Path(checkpoint))
-    done = _resume(path, resume, session.probes, identity)
+    described = every.describe()
+    done = _resume(path, resume, session.probes, identity, described)
+    if progress and resume and path is not None:
+        if done:
+            note(f"going on from document {done} of {tokens.documents} ({path})")
+        elif not path.exists():
+            note(f"nothing to resume in {path}: measuring from the beginning")
 
     checked = None
     if check and done < tokens.documents:
@@ -141,17 +149,18 @@ def measure(
         checked = self_check(model, ids.to(model.device), None if mask is None else mask.to(model.device))
 
     run = getattr(model, "run", model)  # a pass whose logits nobody reads, where the adapter has one
-    with session, torch.no_grad(), _bar(tokens.documents, done, model.name, progress and here.main) as advance:
+    shown = (f"measuring {model.name}", tokens.documents, done, "document", progress and here.main)
+    with advice(lambda: _how_to_go_on(path)), session, torch.no_grad(), bar(*shown) as advance:
         for number, (ids, mask) in enumerate(tokens.batches(start=done), start=1):
             run(ids.to(model.device), None if mask is None else mask.to(model.device))
             done += len(ids)
             if path is not None and (number % checkpoint_every == 0 or done == tokens.documents):
-                _save(path, session.probes, identity, done)
+                _save(path, session.probes, identity, done, described)
             advance(len(ids))
     here.merge(session.probes)
     facts = provenance(
         **describe_model(model),
-        tokens=every.describe(),
+        tokens=described,
         seed=every.facts.get("seed"),
         **({} if here.size == 1 else {"processes": here.size}),
         per_head=per_head,
@@ -297,13 +306,50 @@ def _identity(model: Model, tokens: Tokens, probes: Sequence[Probe]) -> dict[str
     }
 
 
-def _save(path: Path, probes: Sequence[Probe], identity: dict[str, dict[str, Any]], done: int) -> None:
+#: parts of an identity, as a sentence names them
+_OTHER = {"model": "of another model", "tokens": "on other documents", "settings": "with other settings"}
+#: what says nothing to a reader (fingerprints), or follows from what else is said
+_UNSAID = {"weights", "fingerprint", "samples_asked", "documents_read", "skipped_too_short", "bos_token_id"}
+
+
+def _differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """In which facts a checkpoint differs from this run: "length 64, not 32". Fingerprints are left out."""
+    found = []
+    for key in sorted({**mine, **theirs}):
+        one, other = theirs.get(key), mine.get(key)
+        if one == other or key in _UNSAID:
+            continue
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += [f"{key}: {inner}" for inner in _differences(one, other)]
+        else:
+            found.append(f"{key} {'none' if one is None else one}, not {'none' if other is None else other}")
+    return found
+
+
+def _save(
+    path: Path, probes: Sequence[Probe], identity: dict[str, dict[str, Any]], done: int, tokens: dict[str, Any]
+) -> None:
     tensors = {f"{probe.name}/{key}": value for probe in probes for key, value in probe.state_tensors().items()}
-    write_tensors(path, tensors, {"class": _HEADER, "identity": identity, "documents": done})
+    write_tensors(path, tensors, {"class": _HEADER, "identity": identity, "documents": done, "tokens": tokens})
 
 
-def _resume(path: Path | None, resume: bool, probes: Sequence[Probe], identity: dict[str, dict[str, Any]]) -> int:
-    """Load the checkpoint into the probes; how many documents it has done."""
+def _how_to_go_on(path: Path | None) -> str:
+    """What an interrupted measurement has left."""
+    if path is None:
+        return ""
+    if not path.is_file():
+        return f"nothing was saved in {path} yet"
+    return f"what was measured is in {path}: add --resume to go on"
+
+
+def _resume(
+    path: Path | None,
+    resume: bool,
+    probes: Sequence[Probe],
+    identity: dict[str, dict[str, Any]],
+    tokens: dict[str, Any],
+) -> int:
+    """Load the checkpoint into the probes; how many documents it has done. `tokens` describes those of this run."""
     if path is None:
         if resume:
             raise InputError("to resume needs a checkpoint to go on from (--checkpoint FILE, or checkpoint=)")
@@ -319,29 +365,14 @@ def _resume(path: Path | None, resume: bool, probes: Sequence[Probe], identity: 
         raise CheckpointError(f"{path} is a {header.get('class')}, not a checkpoint of measure")
     for part, mine in identity.items():
         theirs = header["identity"].get(part, {})
-        wrong = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-        if wrong:
-            found = ", ".join(f"{key} {theirs.get(key)!r} instead of {mine.get(key)!r}" for key in sorted(wrong))
+        if mine != theirs:
+            found = _differences(*((header.get("tokens", {}), tokens) if part == "tokens" else (theirs, mine)))
+            why = f" ({'; '.join(found)})" if found else " (their weights differ)" if part == "model" else ""
             raise CheckpointError(
-                f"{path} belongs to a run with another {part} ({found}): remove it or use another path"
+                f"{path} belongs to a run {_OTHER[part]}{why}: remove it, or keep this run's state in another file"
             )
     for probe in probes:
         probe.load_state(
             {key.split("/", 1)[1]: value for key, value in tensors.items() if key.startswith(f"{probe.name}/")}
         )
     return int(header["documents"])
-
-
-@contextmanager
-def _bar(total: int, done: int, name: str, show: bool) -> Iterator[Any]:
-    """A progress bar on stderr; yields the function that advances it."""
-    if not show:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"measuring {name}", total=total, completed=done)
-        yield lambda count: bar.advance(task, count)

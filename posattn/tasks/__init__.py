@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from posattn.errors import InputError
-from posattn.tasks.base import Samples, Solution, Task
+from posattn.tasks.base import MOST_TOKENS, Samples, Solution, Task
 from posattn.tasks.canonical import IndexTask, InductionTask, RetrievalTask
 from posattn.tasks.letter import LetterTask
 from posattn.tasks.number import NumberTask
@@ -24,11 +24,13 @@ def make_task(name: str, length: int | None = None, **parameters: Any) -> Task:
     """
     if name not in TASKS:
         raise InputError(f"unknown task '{name}': choose from {', '.join(TASKS)}")
-    known = set(TASKS[name].__dataclass_fields__)
-    unknown = sorted(set(parameters) - known)
+    known = TASKS[name].parameter_names()
+    unknown = sorted(set(parameters) - set(known))
     if unknown:
-        raise InputError(f"task '{name}' has no parameter '{unknown[0]}': it has {', '.join(sorted(known))}")
+        raise InputError(f"task '{name}' has no parameter '{unknown[0]}': it has {', '.join(known)}")
     if length is not None:
+        if not isinstance(length, int) or not 2 <= length <= MOST_TOKENS:
+            raise InputError(f"task '{name}': length must be a whole number from 2 to {MOST_TOKENS}, not {length!r}")
         if "pre_targets" in known:
             targets = parameters.get("targets", 8)
             parameters.setdefault("pre_targets", length - 1 - targets)

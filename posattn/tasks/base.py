@@ -102,6 +102,11 @@ class Task(abc.ABC):
         raise InputError(f"task '{self.name}' has no longer form")
 
     # ---- what follows from that
+    @classmethod
+    def parameter_names(cls) -> tuple[str, ...]:
+        """What the task can be made with."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
     @property
     def parameters(self) -> dict[str, Any]:
         """The task's parameters, JSON-able: `make_task(task.name, **task.parameters)` gives the task again."""

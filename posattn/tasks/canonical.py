@@ -83,7 +83,8 @@ class RetrievalTask(Task):
         check_vocabulary(self.name, size, f"{self.letters} letters and {self.integers} integers")
         if not self._repeat and self.letters < self.items:
             raise InputError(
-                f"task 'retrieval' needs a letter for each item: {self.letters} letters, {self.items} items"
+                f"task 'retrieval' needs a letter for each item: {self.letters} letters, {self.items} items "
+                f"(length {self.length})"
             )
 
     @property

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +29,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from posattn.errors import CheckpointError, InputError
-from posattn.models.loading import placement
+from posattn.interrupts import Held, Terminated
+from posattn.models.loading import placement, quiet
+from posattn.progress import note, reached
 from posattn.results import read_tensors, write_tensors
 from posattn.tasks import Samples, Task, make_task
 from posattn.words import count
@@ -216,6 +217,14 @@ def log_steps(last: int, every: int = 250, first: int = 50) -> list[int]:
     return sorted(s for s in steps | set(range(every, last + 1, every)) if s <= last)
 
 
+def saved_step(folder: str | Path) -> int | None:
+    """The step of the state that a run has left in its folder; None without a state that can be read."""
+    try:
+        return int(read_tensors(Path(folder) / _STATE)[1]["step"])
+    except (CheckpointError, KeyError, OSError):
+        return None
+
+
 def train(
     config: TrainingConfig,
     evaluate: Evaluate | None = None,
@@ -238,6 +247,8 @@ def train(
     snapshots: steps at which the weights are saved as float16 (`snapshots/step-000250.safetensors`) and
     `on_snapshot` is called.
     max_seconds: stop cleanly after this much wall-clock time.
+    Ctrl-C ends a run after the step it is in, with its state saved in `out`; a second one at once, with the state that
+    was saved last.
 
     Raises:
         InputError: `out` holds a run already and `resume` is off, a device is asked for that is not there, or
@@ -269,7 +280,11 @@ def train(
         step, curves, losses = 0, [], []
         if state and state.exists():
             step, curves, losses = _restore(state, model, stepper.optimizer, config)
+            if progress:
+                note(f"going on from step {step} of {config.steps} ({folder})")
         elif folder:
+            if progress and resume:
+                note(f"nothing to resume in {folder}: training from the beginning")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _CURVES).unlink(missing_ok=True)
             (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
@@ -279,37 +294,47 @@ def train(
         stopped = ""
         wanted = set(snapshots)
         done = bool(curves) and curves[-1]["step"] == step  # a resumed run has evaluated this step already
-        while True:
-            if not done and (step % config.every == 0 or step == config.steps):
-                record = _evaluate(model, config, held_out, step, losses, evaluate)
-                losses = []
-                curves.append(record)
-                if folder:
-                    with open(folder / _CURVES, "a") as file:
-                        file.write(json.dumps(record) + "\n")
-                if progress:
-                    seconds = time.monotonic() - started
-                    sys.stderr.write(
-                        f"{config.task} step {step}/{config.steps} loss {record['loss']:.4f} accuracy "
-                        f"{record['accuracy']:.3f} {seconds:.0f} s\n"
-                    )
-                    sys.stderr.flush()
-            if not done and step in wanted:
-                if folder:
-                    _snapshot(folder / "snapshots" / f"step-{step:06d}.safetensors", model, config, step)
-                if on_snapshot:
-                    on_snapshot(model, step)
-            if step >= config.steps:
-                break
-            if max_seconds is not None and time.monotonic() - started > max_seconds:
-                stopped = f"time limit of {max_seconds:g} s reached after {step} of {count(config.steps, 'step')}"
-                break
-            if state and not done and step and step % save_every == 0:
-                _save(state, model, stepper.optimizer, config, step, curves, losses)
-            done = False
-            rows = slice(step * config.batch, (step + 1) * config.batch)
-            losses.append(stepper(tokens[rows], answers[rows], config.rate(step)))
-            step += 1
+        # an interrupt waits until a step is whole: its state can be saved, and gone on from, to the bit
+        with Held() as held:
+            try:
+                while True:
+                    held.release()
+                    reached(step, config.steps, "step")
+                    if not done and (step % config.every == 0 or step == config.steps):
+                        with held.at_once():
+                            record = _evaluate(model, config, held_out, step, losses, evaluate)
+                        losses = []
+                        curves.append(record)
+                        if folder:
+                            with open(folder / _CURVES, "a") as file:
+                                file.write(json.dumps(record) + "\n")
+                        if progress:
+                            note(
+                                f"{config.task} step {step}/{config.steps} loss {record['loss']:.4f} accuracy "
+                                f"{record['accuracy']:.3f} {time.monotonic() - started:.0f} s"
+                            )
+                    if not done and step in wanted:
+                        if folder:
+                            _snapshot(folder / "snapshots" / f"step-{step:06d}.safetensors", model, config, step)
+                        if on_snapshot:
+                            on_snapshot(model, step)
+                    if step >= config.steps:
+                        break
+                    if max_seconds is not None and time.monotonic() - started > max_seconds:
+                        stopped = (
+                            f"time limit of {max_seconds:g} s reached after {step} of {count(config.steps, 'step')}"
+                        )
+                        break
+                    if state and not done and step and step % save_every == 0:
+                        _save(state, model, stepper.optimizer, config, step, curves, losses)
+                    done = False
+                    rows = slice(step * config.batch, (step + 1) * config.batch)
+                    losses.append(stepper(tokens[rows], answers[rows], config.rate(step)))
+                    step += 1
+            except (KeyboardInterrupt, Terminated):
+                if state and not held.torn:
+                    _save(state, model, stepper.optimizer, config, step, curves, losses)
+                raise
         if stopped and (not curves or curves[-1]["step"] != step):
             record = _evaluate(model, config, held_out, step, losses, evaluate)
             final = [*curves, record]  # measured off the grid: part of this run, but not of a resumed one
@@ -318,7 +343,7 @@ def train(
         if state:
             _save(state, model, stepper.optimizer, config, step, curves, losses)
     if progress and stopped:
-        sys.stderr.write(stopped + "\n")
+        note(stopped)
     return TrainingRun(model.eval(), config, final, step, stopped)
 
 
@@ -503,8 +528,9 @@ def save_model(model: Any, config: TrainingConfig, folder: str | Path, facts: di
     task = config.make_task()
     stored = build_model(config)
     stored.load_state_dict({k: v.detach().cpu().float() for k, v in model.state_dict().items()})
-    stored.half().save_pretrained(target)
-    task.tokenizer().save_pretrained(target)
+    with quiet():
+        stored.half().save_pretrained(target)
+        task.tokenizer().save_pretrained(target)
     tokens = target / "tokenizer_config.json"  # the class name that transformers 4 and 5 both know
     named = json.loads(tokens.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     tokens.write_text(json.dumps(named, indent=1) + "\n")
