@@ -317,7 +317,10 @@ def test_a_run_that_fails_keeps_the_results_that_it_was_to_replace(tmp_path: Pat
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write"), new_folder(tmp_path / "file" / "run", overwrite=False):
+    with (
+        pytest.raises(InputError, match="file is a file, not a folder"),
+        new_folder(tmp_path / "file" / "run", overwrite=False),
+    ):
         pass
 
 
@@ -402,7 +405,9 @@ def test_a_model_of_a_task_is_measured_on_that_task(tmp_path: Path, capsys: pyte
     assert main(["profile", str(folder), "--samples", "4", "--dry-run"]) == 0
     assert f"2 layers, 1 head, 4 documents of {own} tokens" in capsys.readouterr().out
     # a text that is none of the task's words must not be read as tokens of the task
-    assert "outside the model's vocabulary" in refused(capsys, ["heads", str(folder), "--text", "bundled:python-docs"])
+    said = refused(capsys, ["heads", str(folder), "--text", "bundled:python-docs"])
+    assert "words that the model has no token for" in said
+    assert "leave out --text" in said
     assert f"have {own} tokens" in refused(capsys, ["profile", str(folder), "--length", str(own - 1)])
 
 
@@ -454,7 +459,9 @@ def test_models_lists_what_comes_along(capsys: pytest.CaptureFixture[str]) -> No
         (["compare", "{a}", "{a}"], "no summary.json"),
         (["figure", "{a}", "profiles"], "no summary.json"),
         (["bench", "--device", "abacus"], "abacus"),
-        (["bench", "--compare", "{a}/none.json"], "cannot read"),
+        (["bench", "--device", "cud"], "--device is cpu or cuda, not 'cud'"),
+        (["bench", "--compare", "{a}/none.json"], "--compare a/none.json: no such file"),
+        (["bench", "--compare", "{a}"], "--compare a: that is a folder"),
     ],
 )
 def test_wrong_use_of_the_other_commands(

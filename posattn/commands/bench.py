@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from posattn.commands import output
+from posattn.commands import checks, output
 from posattn.errors import InputError
 
 
@@ -34,15 +34,19 @@ def bench(
     from posattn.bench import save_report as save
     from posattn.results import SCHEMA
 
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise InputError(f"cannot time on {device!r}: cpu" + (", cuda" if torch.cuda.is_available() else " only"))
+    checks.choice("--device", device, ("cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch finds no such device here, so only the cpu can be timed")
+    if against is not None and not against.is_file():
+        wrong = "that is a folder, name a file" if against.is_dir() else "no such file"
+        raise InputError(f"--compare {against}: {wrong}")
     earlier = None if against is None else load_report(against)
     with output.new_folder(out, overwrite) as folder:
         found = run_benchmarks(
             rollout_groups(device, small=small),
             seconds=seconds,
             rounds=rounds,
-            progress=lambda row: output.say(describe_row(row), quiet),
+            progress=lambda row: output.say(describe_row(row), quiet, stage=False),
         )
         save(found, folder, "bench")
         (folder / "summary.json").write_text(output.as_json({**found, "command": "bench", "schema": SCHEMA}), "utf-8")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posattn.commands import output
 from posattn.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def checkpoint(path: Path | None, resume: bool) -> None:
         if resume:
             raise InputError("--resume needs a --checkpoint to go on from")
         return
+    output.check_parents("--checkpoint", path)
     if path.is_dir():
         raise InputError(f"--checkpoint {path} is a folder; name a file")
     if not path.parent.is_dir():

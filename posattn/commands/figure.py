@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from posattn.errors import InputError
+from posattn.words import one_of
 
 
 def figure(
@@ -40,6 +41,8 @@ def figure(
         known = names(summary, arrays)
         if not known:
             raise InputError(f"{folder} has no figures that can be drawn on their own")
+        if out is not None or curves is not None:
+            raise InputError(f"name a figure: {one_of(known)} (as in: posattn figure {folder} {known[0]})")
         print("\n".join(known))
         return
     path = out or Path(f"{name}.pdf")

@@ -24,7 +24,8 @@ def lengths(
             "--text",
             "--data",
             metavar="SOURCE",
-            help="Loss on this text. By default the task the model was trained on.",
+            help="Loss on this text. By default the task that the model was trained on; for a model of no task, "
+            f"bundled:python-docs at lengths {', '.join(map(str, TEXT_LENGTHS))}, as far as it goes.",
         ),
     ] = None,
     task: Annotated[

@@ -17,12 +17,13 @@ Data = Annotated[
         "--text",
         "--data",
         metavar="SOURCE",
-        help="A text file, a .jsonl file, hf:NAME of a data set, or bundled:python-docs (the default; for a model that "
-        "was trained on a task: samples of that task).",
+        help="A text, .jsonl, .parquet, .arrow or .csv file (UTF-8), hf:NAME of a data set, or bundled:python-docs "
+        "(the default; for a model that was trained on a task: samples of that task).",
     ),
 ]
 Field = Annotated[
-    str, typer.Option("--field", metavar="NAME", help="Which field of a .jsonl file or data set holds the text.")
+    str,
+    typer.Option("--field", metavar="NAME", help="Which field or column holds the text, where it is no text file."),
 ]
 Length = Annotated[
     Optional[int],  # noqa: UP045

@@ -68,7 +68,11 @@ def simulate(
     quiet: options.Quiet = False,
 ) -> None:
     """Predict the influence profile from the architecture alone: mask, residual strength, positions, coarse content."""
-    if (preset is None) == (layers is None):
+    if preset is None and layers is None:
+        raise InputError(
+            "name a preset (as bloom-176b; `posattn models` lists them), or describe an architecture with --layers"
+        )
+    if preset is not None and layers is not None:
         raise InputError("name a preset, or describe the architecture with --layers and the other flags, not both")
     described = {
         "--heads": heads,
@@ -86,6 +90,9 @@ def simulate(
     checks.choice("--position", position or "none", ("none", "alibi"))
     checks.choice("--mask", mask or "causal", ("causal", "full"))
     checks.choice("--convention", convention, ("own", "published"))
+    lengths = sorted(set(length or [256]))
+    if prefix is not None and prefix > lengths[0]:
+        raise InputError(f"--prefix {prefix} is more than the {count(lengths[0], 'position')} there are (--length)")
     if slopes is not None and position != "alibi":
         raise InputError("--slopes are those of ALiBi: add --position alibi, or leave them out")
     with output.collected_warnings() as warnings, output.new_folder(out, overwrite) as folder:
@@ -109,7 +116,7 @@ def simulate(
                 name=f"an architecture of {count(layers or 1, 'layer')} and {count(heads or 1, 'head')}",
             )
             architecture = resolve(architecture, convention=convention)
-        summary = simulate_into(architecture, sorted(set(length or [256])), folder, convention, warnings, quiet)
+        summary = simulate_into(architecture, lengths, folder, convention, warnings, quiet)
     output.tell(out, summary)
 
 

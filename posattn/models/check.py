@@ -18,6 +18,7 @@ There the first document is cut where its pattern would be large.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from posattn.errors import SelfCheckError
 from posattn.models.base import Batch, Model, Point
+from posattn.models.loading import unsound
 from posattn.models.plain import PlainModel
 from posattn.models.positions import attention
 
@@ -117,7 +119,12 @@ def self_check(
 
     def judge(layer: int, figures: Mapping[str, float]) -> None:
         for name, figure in figures.items():
-            if not figure <= bounds[name]:  # NaN fails too
+            if not math.isfinite(figure):
+                raise SelfCheckError(
+                    f"layer {layer} of {model.name} ({model.adapter}) computes what is no number (NaN or infinite)"
+                    f"{unsound(model.module)}"
+                )
+            if not figure <= bounds[name]:
                 raise SelfCheckError(
                     f"layer {layer} of {model.name} ({model.adapter}): {_MEANING[name]} by {figure:.2g}, where "
                     f"{bounds[name]:.0e} is allowed in {str(model.dtype).removeprefix('torch.')}: {_REMEDY[name]}"

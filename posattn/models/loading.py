@@ -83,6 +83,8 @@ def load_model(
             raise InputError("device and dtype are for loading: move a live model yourself before handing it over")
         return as_plain(source) if adapter == "plain" else as_model(source)
     name = os.fspath(source)
+    if not name.strip():
+        raise InputError("no model is named: give a hub name, a folder, a .gguf file, or bundled:NAME")
     place, number = placement(device, dtype)
     how = _How(place, number, adapter, device_map, offload_folder)
     if adapter == "hooked":
@@ -185,6 +187,8 @@ def wrap(hf_model: Any, *, name: str | None = None, revision: str | None = None,
         set_attention(hf_model, "sdpa")  # the path that a checkpoint takes by default; its eager one is the faulty one
     with quiet():
         before = _logits(hf_model, tokens)
+        if not bool(before.isfinite().all()):
+            raise UnsupportedModelError(f"{name}: its logits are not numbers (NaN or infinite){unsound(hf_model)}")
         set_attention(hf_model, "eager")  # others do not return the attention pattern
         try:
             bridge = build(
@@ -288,7 +292,7 @@ def gguf_folder(path: Path) -> str:
     if not path.is_file():
         raise InputError(f"no such file: {path}")
     if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedModelError("reading a .gguf file needs the package gguf: pip install 'posattn[gguf]'")
+        raise UnsupportedModelError("reading a .gguf file needs the package gguf: pip install gguf")
     with path.open("rb") as file:
         start = file.read(4)
     if start != b"GGUF":
@@ -566,6 +570,15 @@ def _probe_tokens(config: Any, length: int = 8) -> Tensor:
 def _logits(hf_model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         return hf_model(input_ids=tokens.to(next(hf_model.parameters()).device)).logits.float()
+
+
+def unsound(module: nn.Module) -> str:
+    """Where a model holds what is no number, as the end of a message; nothing where its weights are sound."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+            what = "NaN" if bool(torch.isnan(parameter).any()) else "infinity"
+            return f": {name} holds {what}, so its checkpoint is damaged; save or download it again"
+    return ", although its weights are numbers: they overflow; try --dtype float32"
 
 
 def _line(error: BaseException) -> str:
