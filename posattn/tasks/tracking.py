@@ -535,9 +535,8 @@ class Emergence(Result):
         for row in rows:
             if row["event"].startswith("accuracy ≥") and row["first"] is not None:
                 ax.axvline(row["first"], color="grey", lw=0.8, ls=":")
-                level = row["event"].removeprefix("accuracy ")
-                place = {"transform": ax.get_xaxis_transform(), "va": "top", "ha": "right", "rotation": 90}
-                ax.text(row["first"], 0.99, level, fontsize=7, **place)
+                place = {"transform": ax.get_xaxis_transform(), "va": "bottom", "ha": "left", "rotation": 45}
+                ax.text(row["first"], 1.01, row["event"], fontsize=7, **place)
         return plotting.finish(ax, x="step from which the head is pure", y="layer", legend=True)
 
 
