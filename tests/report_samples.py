@@ -19,8 +19,8 @@ def shape_of(profile: np.ndarray, nested: bool = True) -> dict[str, Any]:
         "primacy": primacy,
         "recency": recency,
         "middle": middle,
-        "mean_position": float((p * np.arange(n)).sum() / (n - 1)),
-        "trough": float(np.argmin(p) / (n - 1)),
+        "mean_position": float((p * np.arange(n)).sum() / max(n - 1, 1)),
+        "trough": float(np.argmin(p) / max(n - 1, 1)),
         "u_index": min(primacy, recency) / 0.125 / (middle / 0.5) - 1 if middle else float("inf"),
     }
     if nested:

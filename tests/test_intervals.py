@@ -64,3 +64,30 @@ def test_resampling_keeps_the_way_of_averaging(normalize: str) -> None:
 def test_one_document_has_no_interval() -> None:
     with pytest.raises(InputError, match="at least two documents"):
         influence_intervals(measured(torch.rand(1, 5)))
+
+
+def test_differences_to_the_measured_attention_are_paired() -> None:
+    torch.manual_seed(4)
+    result = measured(torch.rand(12, 16) + 0.1)
+    near = result.profile + 1e-3 * torch.linspace(-1, 1, 16)
+    found = influence_intervals(result, {"residual": torch.linspace(1, 2, 16), "near": near / near.sum()})
+    assert set(found["over_residual"]) == {"near"}
+    low, high = found["over_residual"]["near"]
+    # the draws share their documents: the difference is far surer than either distance
+    one, other = (found["comparison"][name] for name in ("near", "residual"))
+    assert low <= high < 0
+    assert high - low < (one[1] - one[0]) + (other[1] - other[0])
+    best = found["over_nearest"]["residual"]
+    assert [-high, -low] == pytest.approx(best)
+    assert "over_residual" not in influence_intervals(result, {"near": near})
+
+
+def test_an_interval_over_two_documents_is_the_two_documents() -> None:
+    """Why few documents are warned of."""
+    torch.manual_seed(5)
+    magnitudes = torch.rand(2, 8) + 0.1
+    result = measured(magnitudes / magnitudes.sum(-1, keepdim=True))
+    low, high = torch.tensor(influence_intervals(result)["profile"], dtype=torch.float64)
+    ends = result.per_document / result.per_document.sum(-1, keepdim=True)
+    torch.testing.assert_close(low, ends.min(0).values.double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(high, ends.max(0).values.double(), atol=1e-6, rtol=0)

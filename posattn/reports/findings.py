@@ -333,7 +333,8 @@ def _tied(difference: float, name: str, intervals: Summary, smaller: float) -> t
     """
     if paired := (intervals.get("over_residual") or {}).get(name):
         rule = "Told apart: the 95 % interval over documents of the paired difference excludes 0"
-        return not apart(difference, paired), f"{rule} (it is {span(paired, 3)}). "
+        ends = f"it is {span(paired, 3)}" if paired[1] - paired[0] >= SHOWN else "it hardly varies with the documents"
+        return not apart(difference, paired), f"{rule} ({ends}). "
     ends = intervals.get("comparison") or {}
     if {name, "residual"} <= ends.keys():
         one, other = ends[name], ends["residual"]

@@ -311,8 +311,13 @@ def _over(summary: Summary) -> str:
 
 def _samples(summary: Summary) -> int | None:
     """How many samples or documents an interval is over, where the summary keeps it."""
-    found = summary.get("samples") or (summary["provenance"].get("tokens") or {}).get("documents")
-    return found if isinstance(found, int) else None
+    facts = summary["provenance"]
+    kept = [summary.get("samples"), *((facts.get(part) or {}).get(key) for part, key in _COUNTS)]
+    return next((number for number in kept if isinstance(number, int)), None)
+
+
+#: where provenance keeps how many samples there were
+_COUNTS = (("tokens", "documents"), ("lengths", "samples"))
 
 
 def _breaks(summary: Summary) -> Finding | None:
