@@ -16,6 +16,7 @@ from torch import Tensor
 from posattn.distributed import world
 from posattn.errors import DataError, InputError
 from posattn.models.base import Model, PositionScheme, Rotary
+from posattn.progress import reached
 from posattn.tokens import Tokens
 
 #: Which queries of a document: the last, all with two earlier keys, a sample of so many, or chosen indices.
@@ -83,10 +84,13 @@ def batches(
     for index in mine:
         row = documents[index]
         groups.setdefault((len(row), None if keys is None else tuple(keys[index])), []).append(index)
+    done = 0
     for members in groups.values():
         for start in range(0, len(members), size):
+            reached(done, len(mine), "document")
             chosen = members[start : start + size]
             yield chosen, torch.stack([documents[i] for i in chosen])
+            done += len(chosen)
 
 
 class Schemes:
