@@ -273,9 +273,16 @@ def _margin(apart: Sequence[str], comparison: Mapping[str, Any], distance: float
     for name in told:
         text = f"`{name}` lies {number(comparison[name]['wasserstein'] - distance, 3)} farther away"
         if margins and (ends := margins.get(name)):
-            text += f" (95 % interval {span(ends, 3)})"
+            text += f" ({_paired(ends)})"
         words.append(text)
     return listed(words) + "."
+
+
+def _paired(ends: Sequence[float]) -> str:
+    """The interval of a paired difference: where both curves lie on one side of every draw it has no width."""
+    if ends[1] - ends[0] < SHOWN:
+        return "the same in every draw of the documents"
+    return f"95 % interval {span(ends, 3)}"
 
 
 def theory_reach(summary: Summary) -> Finding | None:
@@ -332,9 +339,10 @@ def _tied(difference: float, name: str, intervals: Summary, smaller: float) -> t
     The paired difference decides. Summaries of before it was kept have the two intervals, or none.
     """
     if paired := (intervals.get("over_residual") or {}).get(name):
-        rule = "Told apart: the 95 % interval over documents of the paired difference excludes 0"
-        ends = f"it is {span(paired, 3)}" if paired[1] - paired[0] >= SHOWN else "it hardly varies with the documents"
-        return not apart(difference, paired), f"{rule} ({ends}). "
+        rule = "Told apart: the 95 % interval over documents of the paired difference excludes 0."
+        return not apart(
+            difference, paired
+        ), f"{rule} Here it is {number(difference, 3, sign=True)} ({_paired(paired)}). "
     ends = intervals.get("comparison") or {}
     if {name, "residual"} <= ends.keys():
         one, other = ends[name], ends["residual"]
