@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -480,6 +483,41 @@ def test_wrong_use_of_the_other_commands(
     assert len(captured.err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("more", [["--out", "f.pdf"], ["--curves", "energy"]])
+def test_a_figure_that_is_to_be_written_needs_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--layers", "2", "--length", "8", "--quiet", "--out", "run"]) == 0
+    capsys.readouterr()
+    assert main(["figure", "run"]) == 0
+    listed = capsys.readouterr().out.split()
+    said = refused(capsys, ["figure", "run", *more])
+    assert said.startswith(f"posattn: name a figure: {listed[0]}")
+    assert all(name in said for name in listed)
+    assert not (tmp_path / "f.pdf").exists()
+
+
+@pytest.mark.parametrize("command", ["profile", "heads", "lengths"])
+@pytest.mark.parametrize("name", ["", "  "])
+def test_a_model_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no model is named: give a hub name, a folder" in refused(capsys, [command, name])
+
+
+@pytest.mark.parametrize("command", ["profile", "heads", "lengths"])
+def test_a_text_in_other_words_than_a_tasks(
+    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    arguments = [command, "bundled:numbers", "--text", str(text_file), "--out", str(tmp_path / "out")]
+    arguments += ["--lengths", "40"] if command == "lengths" else ["--length", "20"]
+    said = refused(capsys, arguments)
+    assert "words that the model has no token for" in said
+    assert "leave out --text" in said
+
+
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_too_little_memory_is_one_line_that_says_what_to_do(monkeypatch, capsys, error: Exception) -> None:
     from posattn import cli
@@ -490,5 +528,13 @@ def test_too_little_memory_is_one_line_that_says_what_to_do(monkeypatch, capsys,
     monkeypatch.setattr(cli, "app", full)
     assert cli.main(["models"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    for name in COMMANDS:
+        assert cli.main([name]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("posattn: not enough memory for this"), said
+        function = getattr(importlib.import_module(f"posattn.commands.{name}"), name)
+        has = {cli.option_name(function, one).split("/")[0] for one in inspect.signature(function).parameters}
+        assert set(re.findall(r"--[a-z-]+", said)) <= has, name
+        assert ("use " in said) == (name not in ("compare", "figure", "models")), name
     monkeypatch.setattr(cli, "app", lambda *_a, **_k: (_ for _ in ()).throw(RuntimeError("something else")))
     assert cli.main(["models"]) == 1

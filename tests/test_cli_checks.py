@@ -35,6 +35,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 BYTES = "bundled:bytes"
+TASKS = ("number", "letter", "index", "retrieval", "induction")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,14 @@ BYTES = "bundled:bytes"
         (["train", "retrieval", "--letters", "999"], "tokens, more than 8192"),
         (["train", "number", "--letters", "99999"], "letters must be at most 8192, not 99999"),
         (["train", "number", "--purity", "nan"], "--purity must be a finite number"),
+        (["train", "induction", "--hops", "3"], "the induction task has no --hops: it has --length and --letters"),
+        (["train", "number", "--distractors", "clean"], "has no --distractors: it has --length, --targets, "),
+        *((["train", task, "--length", value], "'--length'") for task in TASKS for value in ("-3", "0", "1")),
+        *((["train", task, "--length", "9000"], "9000") for task in TASKS),
+        (["train", "index", "--length", "9000"], "--length must be a whole number from 2 to 8192, not 9000"),
+        (["train", "retrieval", "--length", "40"], "39 items (length 40)"),
+        (["train", "number", "--hops", "0"], "--hops must be a whole number of at least 1, not 0"),
+        (["train", "letter", "--pre-targets", "-1"], "--pre-targets must be a whole number of at least 1, not -1"),
     ],
 )
 def test_refused_before_a_model_is_loaded(
@@ -107,6 +116,10 @@ def test_refused_before_a_model_is_loaded(
         (["bloom-176b", "--heads", "3"], "--heads describes an architecture"),
         (["bloom-176b", "--window", "3"], "--window describes an architecture"),
         (["bloom-176b", "--convention", "mine"], "--convention is own or published"),
+        ([], "name a preset (as bloom-176b; `posattn models` lists them), or describe an architecture with --layers"),
+        (["bloom-176b", "--layers", "3"], "not both"),
+        (["--layers", "3", "--prefix", "9"], "--prefix 9 is more than the 8 positions there are (--length)"),
+        (["--layers", "3", "--prefix", "9", "--length", "16"], "--prefix 9 is more than the 8 positions"),
     ],
 )
 def test_simulate_refuses_options_that_would_do_nothing(
@@ -114,6 +127,34 @@ def test_simulate_refuses_options_that_would_do_nothing(
 ) -> None:
     assert says in refused(capsys, ["simulate", *arguments, "--length", "8", "--out", "out"])
     assert not (no_loading / "out").exists()
+
+
+def test_a_window_as_long_as_the_context_is_one(no_loading: Path) -> None:
+    arguments = ["simulate", "--layers", "3", "--length", "8", "--quiet", "--out"]
+    for name, more in (("wide", ["--window", "99"]), ("all", ["--prefix", "8"])):
+        assert main([*arguments, name, *more]) == 0
+
+
+#: every option of every command that names a folder or file to be written
+PLACES = [
+    (["profile", BYTES], "--out"),
+    (["profile", BYTES], "--checkpoint"),
+    (["heads", BYTES], "--out"),
+    (["lengths", BYTES], "--out"),
+    (["simulate", "bloom-176b"], "--out"),
+    (["train", "number"], "--out"),
+    (["bench"], "--out"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "option"), PLACES, ids=lambda value: str(value))
+@pytest.mark.parametrize("below", ["one.txt/sub", "one.txt/sub/folder"])
+def test_no_place_is_below_a_file(
+    no_loading: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], option: str, below: str
+) -> None:
+    (no_loading / "one.txt").write_text("one")
+    said = refused(capsys, [*arguments, option, below])
+    assert f"{option} {below}: one.txt is a file, not a folder" in said
 
 
 def float_options() -> list[tuple[str, list[str], str]]:

@@ -176,6 +176,18 @@ def test_a_foreign_checkpoint_is_refused(tmp_path) -> None:
         with pytest.raises(CheckpointError, match=words):
             _measure(checkpoint=path, resume=True, **run)
 
+    shorter = load_tokens(_tokens(3, 4), model)
+    for options, words in (
+        ({"tokens": shorter}, r"on other documents \(documents 4, not 3; length 6, not 4\): remove it"),
+        ({"model": Toy(seed=1)}, r"of another model \(their weights differ\)"),
+        ({"per_head": True}, r"with other settings \(kernel: per_head False, not True\)"),
+        ({"probes": [Extra()]}, r"with other settings \(extra none, not "),
+    ):
+        run = {"model": model, "tokens": tokens, **options}
+        with pytest.raises(CheckpointError, match=words) as caught:
+            _measure(checkpoint=path, resume=True, **run)
+        assert "fingerprint" not in str(caught.value)
+
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match="truncated"):
         _measure(model, tokens, checkpoint=path, resume=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from posattn.errors import InputError, PosattnError, PosattnWarning, UnsupportedModelError
+from posattn.errors import InputError, PosattnError, PosattnWarning, SelfCheckError, UnsupportedModelError
 from posattn.models.bridge import BridgeModel
 from posattn.models.check import self_check
 from posattn.models.loading import as_model, load_model, quiet
@@ -180,6 +181,28 @@ def test_gguf_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(UnsupportedModelError, "pip install gguf", file)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("adapter", ["bridge", "plain"])
+def test_weights_that_are_no_numbers(tmp_path: Path, value: float, adapter: str) -> None:
+    hf_model = families.tiny("llama")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    with torch.no_grad():
+        hf_model.get_parameter(name)[0, 0] = value
+    hf_model.save_pretrained(tmp_path)
+    what = "NaN" if math.isnan(value) else "infinity"
+    says = rf"logits are not numbers \(NaN or infinite\): {name} holds {what}, so its checkpoint is damaged"
+    refused(UnsupportedModelError, says, tmp_path, adapter=adapter)
+
+
+def test_numbers_that_go_bad_after_loading_are_named_by_layer() -> None:
+    model = as_model(families.tiny("llama"))
+    weight = next(p for n, p in model.module.named_parameters() if "v_proj" in n or ".attn.v" in n)
+    with torch.no_grad():
+        weight[0, 0] = math.nan
+    with pytest.raises(SelfCheckError, match=r"layer 0 .*computes what is no number .*holds NaN"):
+        self_check(model, torch.arange(6)[None])
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,10 @@ def _wrong_cases(folder):
     short.write_text("abc")
     binary = folder / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00\x81")
+    latin, latin_lines, latin_table = folder / "latin.txt", folder / "latin.jsonl", folder / "latin.csv"
+    latin.write_bytes("Grüße".encode("latin-1"))
+    latin_lines.write_bytes('{"text": "Grüße"}\n'.encode("latin-1"))
+    latin_table.write_bytes("text\nGrüße\n".encode("latin-1"))
     shorts = _jsonl(folder / "shorts.jsonl", ["abc", "de"])
     blanks = folder / "blanks.jsonl"
     blanks.write_text("\n\n")
@@ -179,6 +183,10 @@ def _wrong_cases(folder):
         "short": (short, toy, {"length": 16}, DataError, "shorter than the length of 16"),
         "all short": (shorts, toy, {"length": 16}, DataError, "all 2 documents are shorter"),
         "binary": (binary, toy, {"length": 4}, DataError, "is not UTF-8 .*save it as UTF-8"),
+        "latin": (latin, toy, {"length": 4}, DataError, r"is not UTF-8 \(byte 2\): save it as UTF-8"),
+        "latin lines": (latin_lines, toy, {"length": 4}, DataError, "record 1 is not UTF-8 .*save it as UTF-8"),
+        "latin table": (latin_table, toy, {"length": 4}, DataError, "is not UTF-8 .*save it as UTF-8"),
+        "field": (shorts, toy, {"length": 2, "field": "body"}, DataError, r"\(it has: text, id\): .*with --field NAME"),
         "broken": (broken, toy, {"length": 4}, DataError, "not JSON"),
         "no object": (listed, toy, {"length": 4}, DataError, "no field 'text'"),
         "broken table": (table, toy, {"length": 4}, DataError, "cannot read"),
@@ -192,7 +200,13 @@ def _wrong_cases(folder):
         "vocabulary": (ids + 20, toy, {}, DataError, "token id 27, outside the model's vocabulary of 23"),
         "negative": (ids - 1, toy, {}, DataError, "token id -1"),
         "text vocabulary": (short, _model(vocab=120), {"length": 2}, DataError, "outside the model's vocabulary"),
-        "no tokenizer": (short, Toy(), {"length": 4}, DataError, "no tokenizer"),
+        "no tokenizer": (
+            short,
+            Toy(),
+            {"length": 4},
+            DataError,
+            "no tokenizer.*put the tokenizer's files into the model's folder",
+        ),
         "no bos": (short, _model(bos=None), {"length": 2, "bos": True}, InputError, "no BOS token"),
         "floats": (ids.float(), toy, {}, InputError, "integers"),
         "dimensions": (ids[None], toy, {}, InputError, "shape"),

@@ -27,8 +27,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from posattn.errors import SelfCheckError
+from posattn.models._numbers import unsound
 from posattn.models.base import Batch, Model, Point
-from posattn.models.loading import unsound
 from posattn.models.plain import PlainModel
 from posattn.models.positions import attention
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from posattn.errors import InputError, PosattnError, PosattnWarning, UnsupportedModelError
+from posattn.models._numbers import refuse_no_numbers
 from posattn.models.base import Batch, Model
 
 _TOKENIZER_FILES = (
@@ -187,8 +188,7 @@ def wrap(hf_model: Any, *, name: str | None = None, revision: str | None = None,
         set_attention(hf_model, "sdpa")  # the path that a checkpoint takes by default; its eager one is the faulty one
     with quiet():
         before = _logits(hf_model, tokens)
-        if not bool(before.isfinite().all()):
-            raise UnsupportedModelError(f"{name}: its logits are not numbers (NaN or infinite){unsound(hf_model)}")
+        refuse_no_numbers(before, hf_model, name)
         set_attention(hf_model, "eager")  # others do not return the attention pattern
         try:
             bridge = build(
@@ -570,15 +570,6 @@ def _probe_tokens(config: Any, length: int = 8) -> Tensor:
 def _logits(hf_model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         return hf_model(input_ids=tokens.to(next(hf_model.parameters()).device)).logits.float()
-
-
-def unsound(module: nn.Module) -> str:
-    """Where a model holds what is no number, as the end of a message; nothing where its weights are sound."""
-    for name, parameter in module.named_parameters():
-        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
-            what = "NaN" if bool(torch.isnan(parameter).any()) else "infinity"
-            return f": {name} holds {what}, so its checkpoint is damaged; save or download it again"
-    return ", although its weights are numbers: they overflow; try --dtype float32"
 
 
 def _line(error: BaseException) -> str:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from posattn.errors import HookError, InputError, PosattnError, UnsupportedModelError
 from posattn.models._attention import Ports, ports_of, through_ports
+from posattn.models._numbers import refuse_no_numbers
 from posattn.models._reading import scheme_of, text_config
 from posattn.models._taps import PassWatch, Tap, TappedModel, batch_of, check_pattern, scaled_by, whole_stream
 from posattn.models.base import Batch, Intervention, LayerInfo, Observer, OutputMap, Point, PositionScheme
@@ -330,6 +331,7 @@ def _find_parts(model: PlainModel) -> list[_Part]:
     tokens = torch.randint(0, model.vocab_size, (1, size), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = model(tokens)
+        refuse_no_numbers(before, model._hf, model.name)
         trouble = ""
         try:
             with through_ports(hf):
