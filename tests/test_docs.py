@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 import shlex
 from pathlib import Path
@@ -24,6 +26,29 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     names: dict[str, object] = {}
     for number, body in enumerate(blocks(page, "python"), start=1):
         exec(compile(body, f"{page.name}, block {number}", "exec"), names)
+
+
+def loose_names(body: str) -> set[str]:
+    """What a block uses and neither makes nor imports itself."""
+    nodes = list(ast.walk(ast.parse(body)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    made |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            made |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return used - made - set(dir(builtins))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_block_that_is_pasted_alone_has_what_it_imports(page: Path) -> None:
+    # a block of the tutorial, or of a chapter of theory, may go on with what an earlier one has made; not a recipe
+    alone = page.name in ("README.md", "howto.md")
+    imported = {"posattn", "torch", "math", "plt", "np", "pd"}
+    for number, body in enumerate(blocks(page, "python"), start=1):
+        missing = loose_names(body) if alone else loose_names(body) & imported
+        assert missing == set(), f"{page.name}, block {number}: {missing}"
 
 
 def commands() -> list[tuple[str, str]]:
