@@ -161,6 +161,30 @@ def test_a_comparison_with_a_run_of_few_documents_tells_nothing_apart(which: int
     assert "Only 6 documents" in text
 
 
+def test_a_label_that_changed_is_settled_only_between_runs_of_enough_documents() -> None:
+    run = {**heads_summary(), "folder": "x"}
+    changed = [{"run": 1, "head": "L0H0", "from": "mixed", "to": "symbolic", "settled": True}]
+    for documents, word in ((8, "yes"), (3, "no")):
+        runs = [run, {**run, "documents": documents}]
+        summary = {**compare_summary(), "of": "heads", "runs": runs, "differences": [label_row()], "changed": changed}
+        page = PAGES["compare"](summary, {})
+        table = next(b for s in page.sections for b in s.blocks if b.id == "changed-table")  # type: ignore[union-attr]
+        assert table.rows[0][-1] == word  # type: ignore[union-attr]
+        text = said(findings.compare_findings(summary)[0])
+        assert ("1 of them beyond the intervals" in text) is (word == "yes")
+        assert ("3 documents are too few to settle a label" in text) is (word == "no")
+
+
+def label_row() -> dict[str, Any]:
+    return {"run": 1, "figure": "mixed", "first": 3, "this": 4, "difference": 1, "low": None, "high": None, "paired": 0}
+
+
+def test_the_interval_of_the_mixing_says_when_it_is_too_narrow() -> None:
+    summary = profile_summary("u")
+    assert "too narrow" not in said(findings.mixing_strength(summary))
+    assert "too narrow" in said(findings.mixing_strength(few(summary, 4)))
+
+
 # ---- small differences ---------------------------------------------------------------------------------------------
 
 

@@ -383,7 +383,7 @@ def test_the_nearest_curve_is_always_drawn_prominently(nearest: str) -> None:
     for view in chart.views.values():  # type: ignore[union-attr]
         traces = {trace["name"].removesuffix(" (nearest)"): trace for trace in view["traces"] if trace.get("name")}
         visible = {name for name, trace in traces.items() if trace.get("visible", True) is True}
-        assert visible == {"measured influence", "uniform", *shown}
+        assert visible == {"measured influence", "even curve", *shown}
         widths = {name: traces[name]["line"]["width"] for name in visible}
         assert sorted(widths, key=lambda name: -widths[name])[:2] == ["measured influence", nearest]
         looks = [(trace["line"]["color"], trace["line"]["dash"]) for trace in traces.values()]

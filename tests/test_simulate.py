@@ -183,3 +183,16 @@ def test_wrong_use(call, message):
     with pytest.raises(InputError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_one_position_has_nothing_to_collapse() -> None:
+    from posattn.rollout.depth import collapse, depth_theory
+    from posattn.rollout.simulate import Architecture
+
+    one = Architecture(layers=3, heads=1, mixing=0.5)
+    theory = depth_theory(one, 1)
+    assert "single position" in theory.implication
+    assert "infinity" not in theory.implication
+    assert theory.condition == "none"
+    assert "only position" in collapse(one, 1).reason
+    assert "collapse" not in theory.implication

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from posattn.reports import charts, common, curves
-from posattn.reports.findings import FIGURE_NAMES, compare_findings
+from posattn.reports.findings import FIGURE_NAMES, compare_findings, label_doubt
 from posattn.reports.kit import Block, Chart, Column, Control, Page, Section, Table
+from posattn.reports.sure import SETTLING
 
 
 def compare_page(summary: Mapping[str, Any], arrays: Mapping[str, Any]) -> Page:
@@ -143,8 +144,15 @@ def _heads(summary: Mapping[str, Any]) -> Section:
         )
     ]
     if summary.get("changed"):
+        doubtful = [label_doubt(run) is not None for run in summary["runs"]]
         rows = [
-            [row["head"], summary["names"][row["run"]], row["from"], row["to"], "yes" if row["settled"] else "no"]
+            [
+                row["head"],
+                summary["names"][row["run"]],
+                row["from"],
+                row["to"],
+                "yes" if row["settled"] and not doubtful[0] and not doubtful[row["run"]] else "no",
+            ]
             for row in summary["changed"]
         ]
         columns = tuple(Column(title, numeric=False) for title in ("head", "run", "from", "to", "settled"))
@@ -154,7 +162,8 @@ def _heads(summary: Mapping[str, Any]) -> Section:
                 "Heads whose label changed",
                 columns,
                 rows,
-                note="Settled: neither label changes over its 95 % interval.",
+                note="Settled: neither label changes over its 95 % interval"
+                + (f", and neither run has fewer than {SETTLING} documents." if any(doubtful) else "."),
                 filterable=True,
             )
         )

@@ -401,6 +401,8 @@ def mixing_strength(summary: Summary) -> Finding | None:
         half = 1.96 * max(mixing["token_std"]) / math.sqrt(documents)
         over = count(documents, "document")
         notes.append(f"The 95 % interval over {over} is at most ±{number(half, 3)} for any layer.")
+        if few := _narrow(_too_few(summary)):
+            notes.append(few.lstrip())
     elif documents:
         notes.append(f"From {count(documents, 'document')}; no interval.")
     return Finding(text, " ".join(notes), links=(("mixing-chart", "Mixing by layer"),))

@@ -169,7 +169,7 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
         uniform = 1 / (length - skip)
         traces.append(
             charts.line(
-                "uniform",
+                "even curve",
                 [uniform, uniform],
                 [skip, length - 1],
                 colour="@muted",

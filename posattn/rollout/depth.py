@@ -243,6 +243,8 @@ def _profiles(layers: Layers) -> Float[Tensor, "depth n"]:
 def _implication(
     layers: Layers, fit: ScheduleFit | None, log_diagonal: Tensor, least_first: Tensor
 ) -> tuple[float | None, str, str]:
+    if layers.length == 1:
+        return 1.0, "a single position is first and last: it keeps all there is, and no depth moves anything", "none"
     if fit is None:
         return None, "one layer with attention is not enough to extrapolate from", "none"
     law = fit.law + ("" if fit.error < 1e-9 else f" (log λ misses it by {fit.error:.2g} rms)")
@@ -398,6 +400,8 @@ def collapse(
     floor, predicted, reason = _beyond(layers, fit, schedule, eta, off, own, gap, keeps[-1])
     if depth is not None:
         predicted, reason = float(depth), f"reached at depth {depth}, within the layers computed"
+        if n == 1:
+            reason = "the only position is the first: everything is on it from the start"
         floor = 0.0
     return Collapse(
         eta=eta,
