@@ -49,7 +49,7 @@ def note(text: str) -> None:
 
 
 def stage(what: str | None) -> None:
-    """From here on this is being done; None: nothing that is worth a word."""
+    """From here on this is being done; None: nothing."""
     global _stage
     _stage = None if what is None else _Stage(what, time.monotonic())
 

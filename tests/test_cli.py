@@ -504,7 +504,10 @@ def test_a_model_has_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "no model is named: give a hub name, a folder" in refused(capsys, [command, name])
+    says = "no model is named: give a hub name, a folder"
+    assert says in refused(capsys, [command, name])
+    if command == "profile":
+        assert says in refused(capsys, [command, name, "--dry-run"])
 
 
 @pytest.mark.parametrize("command", ["profile", "heads", "lengths"])

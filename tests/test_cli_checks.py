@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -11,7 +12,11 @@ import pytest
 
 from posattn.cli import COMMANDS, main, option_name
 from posattn.commands import output
+from posattn.commands.documents import DEFAULT
+from posattn.commands.lengths import TEXT_LENGTHS
+from posattn.errors import DataError
 from posattn.reports.write import findings_of
+from posattn.tokens import check_source
 from tests.report_samples import heads_summary, simulate_summary
 from tests.test_cli import refused
 from tests.test_reports import ablation_summary
@@ -182,6 +187,24 @@ def test_no_option_takes_what_is_no_finite_number(
 
 def test_there_are_such_options() -> None:
     assert {option for _, _, option in float_options()} >= {"--diagonal", "--max-seconds", "--lr", "--tau", "--purity"}
+
+
+def test_the_help_names_the_same_kinds_of_text_as_the_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        check_source(str(tmp_path))
+    kinds = re.search(r"name a (.*) file", str(caught.value))
+    assert kinds is not None
+    for name in ("profile", "heads"):
+        function = getattr(importlib.import_module(f"posattn.commands.{name}"), name)
+        option = get_args(get_type_hints(function, include_extras=True)["text"])[-1]
+        assert f"A {kinds[1]} file" in option.help
+    assert set(re.findall(r"\.\w+", kinds[1])) == {".jsonl", ".parquet", ".arrow", ".csv"}
+
+
+def test_the_help_of_lengths_says_what_a_model_without_a_task_is_given() -> None:
+    function = importlib.import_module("posattn.commands.lengths").lengths
+    said = get_args(get_type_hints(function, include_extras=True)["text"])[-1].help
+    assert f"for a model of no task, {DEFAULT} at lengths {', '.join(map(str, TEXT_LENGTHS))}" in said
 
 
 # ---- messages ----------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def bench(
         raise InputError(f"--compare {against}: {wrong}")
     earlier = None if against is None else load_report(against)
     with output.new_folder(out, overwrite) as folder:
+        output.say("checking and timing the rollout", quiet)
         found = run_benchmarks(
             rollout_groups(device, small=small),
             seconds=seconds,

@@ -17,10 +17,12 @@ def document_length(name: str, text: str | None, length: int | None, default: in
     Without `length`, a text is cut to `default` tokens and samples of a task have their own length.
 
     Raises:
-        InputError: a length shorter than the task's.
+        InputError: no model is named, or a length is shorter than the task's.
     """
+    from posattn.models.loading import check_name
     from posattn.tasks.lengths import model_task
 
+    check_name(name)
     task = model_task(name) if text is None else None
     if task is None:
         return default if length is None else length

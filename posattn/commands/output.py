@@ -126,13 +126,14 @@ def first_process() -> bool:
 
 
 def say(message: str, quiet: bool = False, *, stage: bool = True) -> None:
-    """One line of progress on stderr: what is being done from here on, or (without `stage`) what was found.
+    """One line of progress on stderr: what is being done from here on, or (without `stage`) what it has given so far.
 
     While a stage lasts, it says now and then how far it is (`posattn.progress`).
     """
     if not quiet and first_process():
         progress.note(message)
-        progress.stage(message if stage else None)
+        if stage:
+            progress.stage(message)
 
 
 #: so many findings are printed at least, where there are as many

@@ -84,8 +84,7 @@ def load_model(
             raise InputError("device and dtype are for loading: move a live model yourself before handing it over")
         return as_plain(source) if adapter == "plain" else as_model(source)
     name = os.fspath(source)
-    if not name.strip():
-        raise InputError("no model is named: give a hub name, a folder, a .gguf file, or bundled:NAME")
+    check_name(name)
     place, number = placement(device, dtype)
     how = _How(place, number, adapter, device_map, offload_folder)
     if adapter == "hooked":
@@ -102,6 +101,16 @@ def load_model(
     if _looks_like_a_path(name):
         raise InputError(f"no such file or folder: {name}")
     return _hub(name, how)
+
+
+def check_name(name: str) -> None:
+    """Refuse what names nothing.
+
+    Raises:
+        InputError: `name` is empty.
+    """
+    if not name.strip():
+        raise InputError("no model is named: give a hub name, a folder, a .gguf file, or bundled:NAME")
 
 
 @dataclasses.dataclass(frozen=True)

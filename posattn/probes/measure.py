@@ -134,7 +134,7 @@ def measure(
     path = None if checkpoint is None else here.own_path(Path(checkpoint))
     described = every.describe()
     done = _resume(path, resume, session.probes, identity, described)
-    if progress and resume and path is not None:
+    if progress and here.main and resume and path is not None:
         if done:
             note(f"going on from document {done} of {tokens.documents} ({path})")
         elif not path.exists():
