@@ -72,7 +72,7 @@ def test_a_converged_run_is_called_learned(trained: Path) -> None:
     ]
     texts = [finding.text for finding in findings_of(summary)]
     assert "is learned" in texts[0]
-    assert any("accuracy 0.99 at step 4" in text and "from step 8" in text for text in texts)
+    assert any("accuracy 99% at step 4" in text and "from step 8" in text for text in texts)
     assert "is learned" in render_report(summary, as_numpy(arrays))
 
 
