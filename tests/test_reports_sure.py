@@ -82,6 +82,8 @@ def test_no_shape_is_settled_by_few_documents(kind: str, interval: list[float] |
         assert finding.tone == "caution"
         assert "is U-shaped:" not in finding.text
         assert "no U shape" not in finding.text
+        assert re.search("^Influence on the last position (looks|seems)", finding.text)
+        assert "leans" not in finding.text
     assert "too few" not in said(findings.influence_shape(few(summary, sure.SETTLING)))
     # copies of a document are one document
     copies = {**summary, "different_documents": 2}

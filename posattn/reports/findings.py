@@ -123,8 +123,16 @@ def influence_shape(summary: Summary) -> Finding | None:
         "primacy": f"Influence on the last position leans to the beginning: {ends} That is no U shape.",
         "flat": f"Influence on the last position shows no U shape and favours neither end: {ends}",
     }[kind]
-    if open_ or too_few:
-        unsure = too_few or "these documents do not settle"
+    if too_few:
+        looks = {
+            "u": "looks U-shaped",
+            "recency": "seems to lean to the recent end",
+            "primacy": "seems to lean to the beginning",
+            "flat": "seems to favour neither end",
+        }[kind]
+        text = f"Influence on the last position {looks}, but {too_few} it: {ends}"
+    elif open_:
+        unsure = "these documents do not settle"
         text = {
             "u": f"Influence on the last position looks U-shaped, but {unsure} it: {ends}",
             "flat": f"Influence on the last position favours neither end: {ends} Whether it is U-shaped, {unsure}.",
