@@ -276,7 +276,7 @@ def test_numba_takes_only_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numba_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "posattn.rollout.numba_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(InputError, match=r"pip install 'posattn\[numba\]'"):
+    with pytest.raises(InputError, match="pip install numba"):
         rollout(*make(CASES[2], torch.float32), impl="numba")
 
 

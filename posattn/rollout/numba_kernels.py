@@ -27,7 +27,7 @@ try:
     from numba.extending import overload
 except ImportError as error:
     raise ImportError(
-        "impl='numba' needs numba (pip install 'posattn[numba]'); impl='rows' needs nothing more than torch"
+        "impl='numba' needs numba (pip install numba); impl='rows' needs nothing more than torch"
     ) from error
 
 #: rows of A that are walked along together; `_group` spells them out

@@ -320,7 +320,7 @@ def _kernels() -> ModuleType:
         import triton  # noqa: F401
     except ImportError as error:
         raise InputError(
-            "the Triton rollout needs the package 'triton' (pip install 'posattn[triton]'); "
+            "the Triton rollout needs the package 'triton' (pip install triton); "
             "impl='matmul' and impl='rows' need nothing more than torch"
         ) from error
     from posattn.rollout import _triton_source
