@@ -28,6 +28,10 @@ def test_smollm2_heads(smollm2):
     scores = score_heads(smollm2, documents)
     x = classify_heads(scores)
     assert len(x.heads("sink")) >= 10
+    # docs/howto.md, "Reading the plane": sinks land among the symbolic heads, not among the uniform ones
+    labels = [x.labels[t][h] for t, h in x.heads("sink")]
+    assert labels.count("symbolic") > 0.8 * len(labels)
+    assert labels.count("uniform") == 0
     assert x.heads("previous_token")
     induction = x.heads("induction")
     assert 3 <= len(induction) <= 60
