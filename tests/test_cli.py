@@ -111,7 +111,9 @@ def test_profile_writes_everything_it_promises(
     captured = capsys.readouterr()
     assert str(out / "report.html") in captured.out.splitlines()[-1]
     # three findings, each with what it rests on, and where the rest is
-    assert len(captured.out.splitlines()) <= 8
+    lines = captured.out.splitlines()
+    assert len([line for line in lines if not line.startswith("! ")]) <= 8
+    assert len(lines) <= 8 + 3  # with warnings
     summary = json.loads((out / "summary.json").read_text("utf-8"))
     assert summary["command"] == "profile"
     assert {"schema", "provenance", "mixing", "profiles", "influence", "comparison", "shape", "warnings"} <= set(
@@ -154,8 +156,11 @@ def test_without_influence_the_predictions_are_marked_untested(
     out = tmp_path / "run"
     arguments = ["--text", str(text_file), "--out", str(out), "--no-influence", "--quiet", *SMALL]
     assert main(["profile", str(tiny_folder), *arguments]) == 0
-    assert capsys.readouterr().err == ""
+    said = capsys.readouterr()
+    assert said.err == ""
     summary = json.loads((out / "summary.json").read_text("utf-8"))
+    assert 0 < len(summary["warnings"]) <= 3
+    assert all(f"\n! {warning}\n" in said.out for warning in summary["warnings"])
     assert summary["influence"] is None
     assert "stand untested" in (out / "report.html").read_text("utf-8")
 

@@ -138,10 +138,12 @@ def say(message: str, quiet: bool = False, *, stage: bool = True) -> None:
 
 #: so many findings are printed at least, where there are as many
 FIRST = 3
+#: and so many warnings
+WARNED = 3
 
 
 def tell(out: Path, summary: Mapping[str, Any]) -> None:
-    """The end of a command: its first findings, those that an option asked for, and where the report is.
+    """The end of a command: its first findings, those that an option asked for, warnings, and where the report is.
 
     Each with what it rests on and holds under, on a line of its own: a sentence is read, and copied, without the rest.
     """
@@ -156,8 +158,11 @@ def tell(out: Path, summary: Mapping[str, Any]) -> None:
         print(f"- {finding.text}".replace("`", ""))
         if finding.sure:
             print(f"  {finding.sure}".replace("`", ""))
-    more, warned = len(findings) - len(told), len(summary.get("warnings") or ())
-    rest = [*([count(more, "more finding")] if more else []), *([count(warned, "warning")] if warned else [])]
+    warned = summary.get("warnings") or ()
+    for warning in warned[:WARNED]:
+        print(f"! {warning}".replace("`", ""))
+    more, left = len(findings) - len(told), len(warned) - WARNED
+    rest = [*([count(more, "more finding")] if more else []), *([count(left, "more warning")] if left > 0 else [])]
     if rest:
         print(f"  ({listed(rest)} in the report)")
     print(f"report: {out / REPORT}")
