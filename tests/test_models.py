@@ -582,7 +582,7 @@ def tamper(point: str, change: Callable[[Tensor], Tensor]) -> Model:
         ("pattern", lambda x: x * 0.9, "do not sum to 1"),
         ("pattern", lambda x: x.roll(1, -1), "later keys"),
         ("pattern", lambda x: 0.5 * (x + x.new_ones(N, N).tril() / torch.arange(1, N + 1)[:, None]), "position scheme"),
-        ("pattern", lambda x: x * torch.nan, "nan"),
+        ("pattern", lambda x: x * torch.nan, "NaN .*although its weights are numbers"),
         ("q", lambda x: x * 1.05, "position scheme"),
     ],
     ids=["residual", "rows", "causal", "pattern", "nan", "rotation"],

@@ -24,4 +24,5 @@ def unsound(module: nn.Module) -> str:
         if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
             what = "NaN" if bool(torch.isnan(parameter).any()) else "infinity"
             return f": {name} holds {what}, so its checkpoint is damaged; save or download it again"
-    return ", although its weights are numbers: they overflow; try --dtype float32"
+    narrow = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in module.parameters())
+    return ", although its weights are numbers" + (": they may overflow; try --dtype float32" if narrow else "")
