@@ -2,8 +2,9 @@
 
 v_{t-1} = (1-λ_t) v_t + λ_t v_t A_t, from the last layer to the first, for the query rows v [Q, n]. What counts is that
 the lower half of each A_t is read once and in long runs: `_GROUP` rows of A are walked along together, so that as many
-streams of memory are open and each sum is loaded and stored once for all of them. The threads share the rows of A in
-parts of equal area, each with sums of its own, added up at the end of a layer. One call does all layers.
+streams of memory are open and each sum is loaded and stored once for all of them. The beginnings of the next group's
+rows, which no processor can foresee, are fetched meanwhile. The threads share the rows of A in parts of equal area,
+each with sums of its own, added up at the end of a layer. One call does all layers.
 
 Sums are in float32 (float64 for float64). bfloat16 kernels are widened as they are read; v is never rounded.
 """
@@ -24,7 +25,9 @@ from posattn.errors import InputError
 
 try:
     import numba
-    from numba.extending import overload
+    from llvmlite import ir
+    from numba.core import cgutils
+    from numba.extending import intrinsic, overload
 except ImportError as error:
     raise ImportError(
         "impl='numba' needs numba (pip install numba); impl='rows' needs nothing more than torch"
@@ -32,6 +35,8 @@ except ImportError as error:
 
 #: rows of A that are walked along together; `_group` spells them out
 _GROUP = 8
+#: lines of 64 bytes of each row of the next group that are asked for ahead; what follows the processor foresees itself
+_AHEAD = 8
 #: columns for which a group of rows stays in the first cache while every query uses it
 _COLUMNS = 512
 #: what numba may run in parallel: not the short copies and sums beside the one loop that is meant
@@ -123,6 +128,24 @@ def _compiled_wide(value):
     return lambda value: value
 
 
+@intrinsic
+@no_type_check
+def _prefetch(context, a, r, c):
+    """Ask for the memory around a[r, c], to be in the second cache soon; beyond the end of the row it does no harm."""
+
+    def generate(context, builder, signature, args):
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        place = cgutils.get_item_pointer(context, builder, signature.args[0], array, args[1:], wraparound=False)
+        place = builder.bitcast(place, ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+        builder.call(function, [place, number(0), number(2), number(1)])  # to read, into the second cache, data
+        return context.get_dummy_value()
+
+    return numba.types.void(a, r, c), generate
+
+
 @_compiled(fastmath={"contract"})
 @no_type_check
 def _group(a, r, c0, c1, v, out):
@@ -144,7 +167,12 @@ def _strip(a, v, begin, end, out):
     out[:] = 0
     queries = v.shape[0]
     whole = begin + (end - begin) // _GROUP * _GROUP
+    line = 64 // a.itemsize
     for r in range(begin, whole, _GROUP):
+        if r + 2 * _GROUP <= whole:
+            for row in range(r + _GROUP, r + 2 * _GROUP):
+                for c in range(0, _AHEAD * line, line):
+                    _prefetch(a, row, c)
         width = _COLUMNS if queries > 1 else r + _GROUP
         for c in range(0, r + _GROUP, width):
             for q in range(queries):
