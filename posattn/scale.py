@@ -197,7 +197,7 @@ def shape_from_model(model: Any, name: str) -> Shape:
         hidden=first("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * width,
         vocabulary=first("vocab_size") or 1,
         context=first("max_position_embeddings", "n_positions", "max_seq_len"),
-        interface=bool(getattr(type(model), "_supports_attention_backend", True)),
+        interface=_interface(model),
     )
 
 
@@ -216,8 +216,13 @@ def shape_of(model: Model) -> Shape:
         hidden=4 * model.d_model,
         vocabulary=model.vocab_size,
         context=model.context,
-        interface=bool(getattr(type(model.module), "_supports_attention_backend", True)),
+        interface=_interface(model.module),
     )
+
+
+def _interface(module: Any) -> bool:
+    """Whether a model uses transformers' attention interface; a bridge is asked about the model inside it."""
+    return bool(getattr(type(getattr(module, "original_model", module)), "_supports_attention_backend", True))
 
 
 def estimate(shape: Shape, job: Job, free: int, rate: float | None = None) -> Estimate:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from posattn.reports import kit
+
 
 def shape_of(profile: np.ndarray, nested: bool = True) -> dict[str, Any]:
     """The shape figures of a curve, computed plainly here (the library has its own)."""
@@ -259,3 +261,9 @@ def compare_summary(difference: float = 0.3, half: float = 0.1) -> dict[str, Any
         "differences": [{**row, "figure": "u_index", "low": difference - half, "high": difference + half}],
         "warnings": [],
     }
+
+
+def text_of(finding: kit.Finding | None) -> str:
+    """What a finding says, with what it rests on."""
+    assert finding is not None
+    return f"{finding.text} {finding.sure}"

@@ -171,8 +171,14 @@ def test_dry_run_on_the_command_line(
 @pytest.mark.parametrize("adapter", ["auto", "plain"])
 def test_the_shape_of_a_loaded_model_is_that_of_its_configuration(adapter: str) -> None:
     loaded, read = shape_of(load_model("bundled:bytes", adapter=adapter)), shape_from_config("bundled:bytes")
-    unknown = {"parameters": 0, "hidden": 4 * read.width, "name": "", "interface": True}
+    unknown = {"parameters": 0, "hidden": 4 * read.width, "name": ""}
     assert dataclasses.replace(loaded, **unknown) == dataclasses.replace(read, **unknown)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "llama"])
+def test_no_wrapped_model_is_advised_to_use_an_interface_that_it_lacks(family: str) -> None:
+    model = families.tiny(family)
+    assert shape_of(as_model(model)).interface == shape_from_model(model, family).interface == (family == "llama")
 
 
 @pytest.mark.parametrize(("share", "code"), [(0.3, 2), (0.7, 0), (3.0, 0)])
@@ -184,7 +190,11 @@ def test_a_real_run_looks_at_memory_first(
     need = estimate(shape_of(model), asked, 1).peak
     monkeypatch.setattr("posattn.scale.free_memory", lambda device: int(share * need))
     options = ["--length", "48", "--samples", "2", "--no-influence", "--out", str(tmp_path / "run")]
+    stages: list[str | None] = []
+    monkeypatch.setattr("posattn.progress.stage", stages.append)
     assert main(["profile", "bundled:bytes", *options]) == code
+    assert stages
+    assert not any("memory" in (name or "") for name in stages)  # a remark is not what is being done
     said = capsys.readouterr().err
     assert (tmp_path / "run").exists() == (code == 0)
     assert ("memory may not suffice" in said) == (share == 0.7)

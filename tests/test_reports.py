@@ -26,13 +26,8 @@ from tests.report_samples import (
     profile_summary,
     shape_of,
     simulate_summary,
+    text_of,
 )
-
-
-def text_of(finding: kit.Finding | None) -> str:
-    assert finding is not None
-    return finding.text + " " + finding.sure
-
 
 # ---- findings ----------------------------------------------------------------------------------------------------
 

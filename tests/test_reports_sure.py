@@ -23,13 +23,8 @@ from tests.report_samples import (
     profile_summary,
     shape_of,
 )
+from tests.report_samples import text_of as said
 from tests.test_reports_words import ablated, lengths_summary, simulated
-
-
-def said(finding: kit.Finding | None) -> str:
-    assert finding is not None
-    return f"{finding.text} {finding.sure}"
-
 
 # ---- few documents -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from posattn.commands import output
 from posattn.errors import CheckpointError, InputError
+from posattn.words import one_of
 
 if TYPE_CHECKING:
     from posattn.tasks.base import Task
@@ -25,7 +26,7 @@ def choice(option: str, value: str, known: Iterable[str], also: str = "") -> str
     """
     known = list(known)
     if value not in known:
-        raise InputError(f"{option} is {', '.join(known[:-1])} or {known[-1]}{also}, not {value!r}")
+        raise InputError(f"{option} is {one_of(known)}{also}, not {value!r}")
     return value
 
 

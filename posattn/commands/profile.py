@@ -251,7 +251,7 @@ def check_memory(model: Model, asked: Job, quiet: bool) -> None:
     if found.hopeless:
         raise InputError(scale.advice(shape, asked, free))
     if not found.fits:
-        output.say(f"memory may not suffice: {scale.advice(shape, asked, free)}", quiet)
+        output.say(f"memory may not suffice: {scale.advice(shape, asked, free)}", quiet, stage=False)
 
 
 def measure_profile(

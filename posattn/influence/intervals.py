@@ -76,19 +76,17 @@ def influence_intervals(
         distances = {name: _wasserstein(profiles, curve) for name, curve in predicted.items()}
         found["comparison"] = {name: draws_of.quantile(edges).tolist() for name, draws_of in distances.items()}
         uniform = _wasserstein(profiles, torch.ones(profiles.shape[-1]))
-        # the same draws on both sides: what the documents share cancels
-        found["over_uniform"] = {name: (d - uniform).quantile(edges).tolist() for name, d in distances.items()}
+
+        def over(other: Tensor, besides: str | None = None) -> dict[str, Any]:
+            # the same draws on both sides: what the documents share cancels
+            return {name: (d - other).quantile(edges).tolist() for name, d in distances.items() if name != besides}
+
+        found["over_uniform"] = over(uniform)
         nearest = {name: float(_wasserstein(measured.profile[None], curve)) for name, curve in predicted.items()}
         best = min(nearest, key=nearest.__getitem__)
-        found["over_nearest"] = {
-            name: (d - distances[best]).quantile(edges).tolist() for name, d in distances.items() if name != best
-        }
+        found["over_nearest"] = over(distances[best], best)
         if "residual" in distances:
-            found["over_residual"] = {
-                name: (d - distances["residual"]).quantile(edges).tolist()
-                for name, d in distances.items()
-                if name != "residual"
-            }
+            found["over_residual"] = over(distances["residual"], "residual")
     return found
 
 

@@ -366,7 +366,9 @@ def _resume(
     for part, mine in identity.items():
         theirs = header["identity"].get(part, {})
         if mine != theirs:
-            found = _differences(*((header.get("tokens", {}), tokens) if part == "tokens" else (theirs, mine)))
+            # documents are told apart by a fingerprint, and described by what is said of them
+            told = (header.get("tokens", {}), tokens) if part == "tokens" else (theirs, mine)
+            found = _differences(*told)
             why = f" ({'; '.join(found)})" if found else " (their weights differ)" if part == "model" else ""
             raise CheckpointError(
                 f"{path} belongs to a run {_OTHER[part]}{why}: remove it, or keep this run's state in another file"

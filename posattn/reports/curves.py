@@ -7,7 +7,7 @@ speak of: the nearest to the measured influence, `residual`, and `energy`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,44 +20,46 @@ FIRST = ("residual", "energy")
 
 def same_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
     """Name of each different curve (the simplest: fewest `+`, then the first) -> the other names of the same curve."""
-    order = sorted(curves, key=lambda name: name.count("+"))
     values = {name: np.asarray(curve, float) for name, curve in curves.items()}
+    order = sorted(curves, key=lambda name: name.count("+"))
+    found = _grouped(values, order, lambda gap: float(np.abs(gap).sum()) / 2 <= SAME)
+    return {name: found[name] for name in curves if name in found}
+
+
+def _grouped(
+    values: Mapping[str, np.ndarray], order: Sequence[str], same: Callable[[np.ndarray], bool]
+) -> dict[str, list[str]]:
+    """Name of each curve that is the same as none before it -> the later ones that are, by their difference."""
     found: dict[str, list[str]] = {}
     for name in order:
         for other in found:
-            same = values[name].shape == values[other].shape
-            if same and float(np.abs(values[name] - values[other]).sum()) / 2 <= SAME:
+            if values[name].shape == values[other].shape and same(values[name] - values[other]):
                 found[other].append(name)
                 break
         else:
             found[name] = []
-    return {name: found[name] for name in curves if name in found}
+    return found
 
 
 def other_names(summary: Mapping[str, Any]) -> dict[str, str]:
     """Name of each predicted profile that repeats another -> the name under which that one counts."""
     same = same_curves(summary.get("profiles") or {})
-    return {other: name for name, others in same.items() for other in others}
+    return _first_of(same)
+
+
+def _first_of(groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    return {other: name for name, others in groups.items() for other in others}
 
 
 def alike(summary: Mapping[str, Any], names: Sequence[str], least: float) -> dict[str, str]:
     """Name of each prediction nearer than `least` (Wasserstein-1) to an earlier one of `names` -> that one."""
-    values = {name: (summary.get("profiles") or {}).get(name) for name in names}
-    kept: list[str] = []
-    found: dict[str, str] = {}
-    for name in names:
-        mine = values[name]
-        for other in kept:
-            theirs = values[other]
-            if mine is None or theirs is None or len(mine) != len(theirs):
-                continue
-            gap = np.cumsum(np.asarray(mine, float) - np.asarray(theirs, float))[:-1]
-            if float(np.abs(gap).sum()) / max(len(mine) - 1, 1) < least:
-                found[name] = other
-                break
-        else:
-            kept.append(name)
-    return found
+    profiles = summary.get("profiles") or {}
+    values = {name: np.asarray(profiles[name], float) for name in names if profiles.get(name) is not None}
+
+    def near(gap: np.ndarray) -> bool:
+        return float(np.abs(np.cumsum(gap)[:-1]).sum()) / max(len(gap) - 1, 1) < least
+
+    return _first_of(_grouped(values, [name for name in names if name in values], near))
 
 
 def nearest(summary: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,18 @@ from typing import Any, Literal
 from posattn.reports import curves
 from posattn.reports.kit import Finding
 from posattn.reports.learning import lengths_findings, train_findings
-from posattn.reports.sure import LEAST_POSITIONS, SETTLING, SHOWN, apart, few_documents, unsettled
+from posattn.reports.sure import (
+    LEAST_POSITIONS,
+    SETTLING,
+    SHOWN,
+    apart,
+    few_documents,
+    independent_documents,
+    known_documents,
+    positions,
+    shapeless,
+    unsettled,
+)
 from posattn.words import count, listed, number, percent, plural, sentence, span, times
 
 Summary = Mapping[str, Any]
@@ -74,24 +85,12 @@ def _present(summary: Summary, *makers: Callable[[Summary], Finding | None]) -> 
 
 def _too_few(summary: Summary) -> str | None:
     """Why the documents settle nothing that needs an interval; None where they may. Equal documents count once."""
-    known = (summary.get("influence_facts") or {}).get("documents") or (summary.get("mixing") or {}).get("documents")
-    return unsettled(summary.get("different_documents") or summary.get("documents") or known)
+    return unsettled(independent_documents(summary))
 
 
-def _positions(summary: Summary) -> int | None:
-    """How many positions (or bins) the profiles of a summary have, where it keeps one."""
-    curves_of = [summary.get("influence"), *(summary.get("profiles") or {}).values()]
-    return next((len(curve) for curve in curves_of if curve), None)
-
-
-def shapeless(positions: int | None) -> bool:
-    """Whether there are so few positions that no shape can be spoken of."""
-    return positions is not None and positions < LEAST_POSITIONS
-
-
-def _no_shape(positions: int) -> Finding:
+def _no_shape(length: int) -> Finding:
     return Finding(
-        f"{count(positions, 'position')} {plural(positions, 'is')} too few for a shape: there is no eighth of the "
+        f"{count(length, 'position')} {plural(length, 'is')} too few for a shape: there is no eighth of the "
         f"context to set beside its middle below {count(LEAST_POSITIONS, 'position')}.",
         "Nothing is said about a U shape, about either end, or about what depth does to them.",
         tone="caution",
@@ -104,8 +103,8 @@ def influence_shape(summary: Summary) -> Finding | None:
     shape = summary.get("shape", {}).get("influence")
     if not shape:
         return None
-    if (positions := _positions(summary)) is not None and shapeless(positions):
-        return _no_shape(positions)
+    if (length := positions(summary)) is not None and shapeless(length):
+        return _no_shape(length)
     trimmed = shape.get("without_first") or shape
     first, last = _densities(trimmed)
     kind = _kind(first, last)
@@ -274,9 +273,9 @@ _HELD = (
 )
 
 
-def _margin(apart: Sequence[str], comparison: Mapping[str, Any], distance: float, margins: Any) -> str:
+def _margin(farther: Sequence[str], comparison: Mapping[str, Any], distance: float, margins: Any) -> str:
     """By how much the nearest prediction leads the first that is farther, and `residual`, with intervals."""
-    told = [apart[0], *(["residual"] if "residual" in apart[1:] else [])]
+    told = [farther[0], *(["residual"] if "residual" in farther[1:] else [])]
     words = []
     for name in told:
         text = f"`{name}` lies {number(comparison[name]['wasserstein'] - distance, 3)} farther away"
@@ -348,9 +347,8 @@ def _tied(difference: float, name: str, intervals: Summary, smaller: float) -> t
     """
     if paired := (intervals.get("over_residual") or {}).get(name):
         rule = "Told apart: the 95 % interval over documents of the paired difference excludes 0."
-        return not apart(
-            difference, paired
-        ), f"{rule} Here it is {number(difference, 3, sign=True)} ({_paired(paired)}). "
+        rule += f" Here it is {number(difference, 3, sign=True)} ({_paired(paired)}). "
+        return not apart(difference, paired), rule
     ends = intervals.get("comparison") or {}
     if {name, "residual"} <= ends.keys():
         one, other = ends[name], ends["residual"]
@@ -517,7 +515,7 @@ def not_measured(summary: Summary) -> Finding | None:
 
 def _documents(summary: Summary) -> str:
     """How many documents stand behind the figures, in words."""
-    known = (summary.get("influence_facts") or {}).get("documents") or (summary.get("mixing") or {}).get("documents")
+    known = known_documents(summary)
     return count(known, "document") if known else "documents"
 
 
@@ -965,7 +963,7 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
             found.append(_heads_apart(summary, index, name, rows))
             continue
         known = [row for row in rows if row["low"] is not None]
-        documents = [_run_documents(summary["runs"][i]) for i in (0, index)]
+        documents = [independent_documents(summary["runs"][i]) for i in (0, index)]
         fewest = min((n for n in documents if n is not None), default=None)
         too_few = unsettled(fewest) if known else None
         told_apart = [row for row in known if not too_few and apart(row["difference"], (row["low"], row["high"]))]
@@ -1015,12 +1013,6 @@ def compare_findings(summary: Summary) -> tuple[Finding, ...]:
             )
         )
     return tuple(found)
-
-
-def _run_documents(run: Mapping[str, Any]) -> int | None:
-    """How many different documents a run of a comparison rests on, where it says so."""
-    known = (run.get("influence_facts") or {}).get("documents") or (run.get("mixing") or {}).get("documents")
-    return run.get("different_documents") or run.get("documents") or known
 
 
 def _heads_apart(summary: Summary, index: int, name: str, rows: Sequence[Mapping[str, Any]]) -> Finding:

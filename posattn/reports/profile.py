@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from posattn.reports import charts, common, curves
-from posattn.reports.findings import in_words, profile_findings, shapeless
+from posattn.reports.findings import in_words, profile_findings
 from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
-from posattn.reports.sure import fixed
+from posattn.reports.sure import fixed, positions, shapeless
 from posattn.words import count, listed, number, percent, span, tile
 
 SHAPES = (
@@ -69,7 +69,7 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
         )
     ]
     shape = (summary.get("shape") or {}).get("influence")
-    if shape and not shapeless(_positions(summary)):
+    if shape and not shapeless(positions(summary)):
         trimmed = shape.get("without_first") or shape
         rest = ", first position left out" if trimmed is not shape else ""
         share = f"of measured influence; even share 12.5%{rest}"
@@ -96,10 +96,6 @@ def _key_figures(summary: Mapping[str, Any]) -> tuple[Figure, ...]:
             )
         )
     return tuple(figures)
-
-
-def _positions(summary: Mapping[str, Any]) -> int:
-    return len(next(iter(summary["profiles"].values())))
 
 
 def _profiles(summary: Mapping[str, Any]) -> Section:
@@ -188,7 +184,7 @@ def _profile_chart(profiles: Mapping[str, Sequence[float]], influence: Any, summ
 
     shape = (summary.get("shape") or {}).get("influence") or {}
     words = f"A curve each for {listed(['the measured influence'] * bool(influence) + list(map(label, shown)))}"
-    if shape and not shapeless(_positions(summary)):
+    if shape and not shapeless(positions(summary)):
         words += (
             f"; of the measured influence {percent(shape['primacy'])} is on the first eighth of the positions, "
             f"{percent(shape['middle'])} on the middle half, "
@@ -292,8 +288,8 @@ def _per_document(found: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = []
     for name, figures in sorted(found.items(), key=lambda item: -(item[1]["spearman"] or -1)):
         alone = figures.get("own") or {}
-        row: list[Any] = [name, figures["spearman"], _interval(figures["interval"]), figures["documents"]]
-        rows.append(row + ([alone.get("spearman"), _interval(alone.get("interval"))] if own else []))
+        row: list[Any] = [name, figures["spearman"], fixed(figures["interval"]), figures["documents"]]
+        rows.append(row + ([alone.get("spearman"), fixed(alone.get("interval"))] if own else []))
     return Table(
         "documents-table",
         "Each prediction against single documents",
@@ -314,7 +310,7 @@ def _calibrated(found: Mapping[str, Mapping[str, Any]]) -> Table:
         Column("where it was fitted"),
     )
     rows = [
-        [name, one["factor"], one["judged"], _interval(one["interval"]), one["uncalibrated"], one["fitted"]]
+        [name, one["factor"], one["judged"], fixed(one["interval"]), one["uncalibrated"], one["fitted"]]
         for name, one in sorted(found.items(), key=lambda item: item[1]["judged"])
     ]
     fitted, judged = next(iter(found.values()))["documents"]
@@ -326,10 +322,6 @@ def _calibrated(found: Mapping[str, Mapping[str, Any]]) -> Table:
         note=f"The factor was fitted to the influence in {count(fitted, 'document')} and judged on {judged} others. "
         "The predictions above have nothing fitted.",
     )
-
-
-def _interval(ends: Sequence[float] | None) -> str | None:
-    return fixed(ends)
 
 
 def _shapes(shape: Mapping[str, Mapping[str, Any]]) -> Table:

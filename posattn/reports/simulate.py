@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from posattn.reports import charts, common, curves
-from posattn.reports.findings import shapeless, simulate_findings
+from posattn.reports.findings import simulate_findings
 from posattn.reports.forces import forces_section
 from posattn.reports.kit import Block, Chart, Column, Control, Figure, Notes, Page, Section, Table
 from posattn.reports.profile import SHAPES, SHAPES_NOTE
+from posattn.reports.sure import shapeless
 from posattn.words import count, listed, number, percent, plural, sentence, tile
 
 

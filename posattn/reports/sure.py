@@ -8,7 +8,8 @@ shows. Below `LEAST_POSITIONS` there is no eighth of the context, and no shape t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posattn.words import count, plural
@@ -37,27 +38,50 @@ def few_documents(documents: int) -> str | None:
 
 def different_documents(tokens: Any) -> int:
     """How many different documents there are among `Tokens`: rows that are equal count once."""
+    return len(_times(tokens))
+
+
+def _times(tokens: Any) -> Counter[tuple[int, ...]]:
+    """How often each document is there; padding does not tell two apart."""
     rows = tokens.tokens if tokens.mask is None else tokens.tokens.masked_fill(~tokens.mask, -1)
-    return len({tuple(row) for row in rows.tolist()})
+    return Counter(tuple(row) for row in rows.tolist())
 
 
 def document_warnings(tokens: Any) -> list[str]:
     """What is to be said about the documents before their intervals are believed: too few, or some of them equal."""
-    from collections import Counter
-
-    rows = tokens.tokens if tokens.mask is None else tokens.tokens.masked_fill(~tokens.mask, -1)
-    alike = sum(times for times in Counter(tuple(row) for row in rows.tolist()).values() if times > 1)
-    found = []
+    found, times = [], _times(tokens)
+    alike = sum(often for often in times.values() if often > 1)
     if alike:
         every = alike == tokens.documents
         who = f"All {tokens.documents} documents are" if every else f"{alike} of {tokens.documents} documents are"
         found.append(
             f"{who} equal to another one: intervals take them for independent, and come out too narrow; these are "
-            f"{count(different_documents(tokens), 'different document')}."
+            f"{count(len(times), 'different document')}."
         )
-    if few := few_documents(different_documents(tokens)):
+    if few := few_documents(len(times)):
         found.append(few)
     return found
+
+
+def positions(summary: Mapping[str, Any]) -> int | None:
+    """How many positions (or bins) the profiles of a summary have, where it keeps one."""
+    kept = [summary.get("influence"), *(summary.get("profiles") or {}).values()]
+    return next((len(curve) for curve in kept if curve), None)
+
+
+def shapeless(positions: int | None) -> bool:
+    """Whether there are so few positions that no shape can be spoken of."""
+    return positions is not None and positions < LEAST_POSITIONS
+
+
+def known_documents(summary: Mapping[str, Any]) -> int | None:
+    """How many documents the measured influence, or else λ, is of; None where a summary does not say."""
+    return (summary.get("influence_facts") or {}).get("documents") or (summary.get("mixing") or {}).get("documents")
+
+
+def independent_documents(summary: Mapping[str, Any]) -> int | None:
+    """How many documents an interval rests on: equal ones count once, where a summary keeps how many differ."""
+    return summary.get("different_documents") or summary.get("documents") or known_documents(summary)
 
 
 def unsettled(documents: int | None, noun: str = "document") -> str | None:
