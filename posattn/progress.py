@@ -98,17 +98,17 @@ def bar(what: str, total: int, done: int, unit: str, show: bool) -> Iterator[Cal
         yield lambda more: None
         return
     if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        _drawn = True  # from here on, and not only once there is a bar: what draws it takes a while to import
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as drawing:
-            task = drawing.add_task(what, total=total, completed=done)
-            _drawn = True
-            try:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=Console(stderr=True)) as drawing:
+                task = drawing.add_task(what, total=total, completed=done)
                 yield lambda more: drawing.advance(task, more)
-            finally:
-                _drawn = False
+        finally:
+            _drawn = False
         return
     own = _stage is None
     with heartbeat():
