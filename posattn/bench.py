@@ -64,7 +64,8 @@ class Job:
 class Group:
     """One problem: `build` makes its inputs and gives the jobs and the reference; the first job is the baseline.
 
-    `budget` gives the largest error (absolute) that a job may have, from the baseline's own error.
+    `budget` gives the largest error (absolute) that a job may have, from the baseline's own error, which is only told:
+    the baseline stands for what one does without us.
     """
 
     name: str
@@ -142,7 +143,7 @@ def _run_group(group: Group, seconds: float, rounds: int) -> list[dict[str, Any]
                 baseline_error = error if job.name == baseline else baseline_error
                 budget = group.budget(baseline_error)
                 row |= {"error": error, "budget": budget if math.isfinite(budget) else None}
-                if not error <= budget:
+                if job.name != baseline and not error <= budget:
                     row |= {"status": "wrong", "reason": f"error {error:.2g} is over the budget of {budget:.2g}"}
             del result, expected
         except Exception as error:
@@ -420,7 +421,8 @@ class Shape:
 
 _F32, _F64, _BF16, _F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
-#: (shape, dtype, precision of float32 products) of the standard benchmark
+#: (shape, dtype, precision of float32 products) of the standard benchmark; the kernels of one row are many times as
+#: large as a processor's last cache, which would read them faster than memory does
 ROLLOUT_CASES: dict[str, list[tuple[Shape, torch.dtype, str]]] = {
     "cpu": [
         (Shape(1, 32, 1024), _F32, "highest"),
@@ -428,10 +430,10 @@ ROLLOUT_CASES: dict[str, list[tuple[Shape, torch.dtype, str]]] = {
         (Shape(1, 32, 1024), _BF16, "highest"),
         (Shape(1, 32, 1000), _F32, "highest"),
         (Shape(8, 12, 128), _F32, "highest"),
-        (Shape(1, 8, 2048, 1), _F32, "highest"),
-        (Shape(1, 4, 4096, 1), _F32, "highest"),
-        (Shape(1, 8, 2048, 1), _F64, "highest"),
-        (Shape(1, 8, 2048, 1), _BF16, "highest"),
+        (Shape(1, 32, 2048, 1), _F32, "highest"),
+        (Shape(1, 32, 2048, 1), _F64, "highest"),
+        (Shape(1, 32, 2048, 1), _BF16, "highest"),
+        (Shape(1, 8, 4096, 1), _F32, "highest"),
         (Shape(1, 8, 4096, 1), _BF16, "highest"),
         (Shape(1, 8, 2048, 16), _F32, "highest"),
     ],

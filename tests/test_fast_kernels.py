@@ -240,7 +240,7 @@ def test_numba_equals_the_definition(case: Case, dtype: str) -> None:
         torch.set_num_threads(threads)
 
 
-def test_numba_broadcasts_and_reads_no_group_above_the_diagonal() -> None:
+def test_numba_broadcasts_and_reads_no_line_above_the_diagonal() -> None:
     numba_kernels = pytest.importorskip("posattn.rollout.numba_kernels")
     lam, a = make(Case((2, 3), 3, 100, "contiguous", "random"), torch.float32)
     rows = torch.tensor([99, 40])
@@ -250,10 +250,54 @@ def test_numba_broadcasts_and_reads_no_group_above_the_diagonal() -> None:
     got = numba_kernels.rollout_numba(lam[0, 0], a, rows)
     assert distance(got, reference(lam[0, 0].expand_as(lam), a)[..., rows, :]) <= 1e-6
     poisoned = a.clone()
-    group = torch.arange(100) // 8
-    poisoned[..., group[:, None] < group[None, :]] = torch.nan
+    row, column = torch.arange(100)[:, None], torch.arange(100)
+    poisoned[..., column >= (row + 8 + 15) // 16 * 16] = torch.nan  # eight rows together, lines of 16 numbers
     assert torch.equal(numba_kernels.rollout_numba(lam, poisoned, rows), numba_kernels.rollout_numba(lam, a, rows))
     assert numba_kernels.rollout_numba(lam, a, rows[:0]).shape == (2, 3, 0, 100)
+
+
+@pytest.mark.parametrize(("dtype", "n"), [("f64", 512), ("f64", 1024), ("f32", 1024), ("bf16", 2048), ("bf16", 2050)])
+def test_numba_where_rows_begin_with_a_page(dtype: str, n: int) -> None:
+    numba_kernels = pytest.importorskip("posattn.rollout.numba_kernels")
+    lam, a = make(Case((), 4, n, "contiguous", "random"), DTYPES[dtype])
+    expected = reference(lam, a)
+    threads = torch.get_num_threads()
+    try:
+        for threads_now in (1, 2, 7):
+            torch.set_num_threads(threads_now)
+            for rows in (torch.tensor([n - 1]), torch.tensor([n // 2, 0, n - 1, 77])):
+                got = numba_kernels.rollout_numba(lam, a, rows)
+                assert distance(got, expected[..., rows, :]) <= (1e-14 if dtype == "f64" else 1e-6)
+                assert torch.equal(got, numba_kernels.rollout_numba(lam, a, rows))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
+def test_a_block_of_numba_leaves_the_columns_after_it_alone(dtype: str) -> None:
+    """They belong to the block after it, whose sums another thread may be gathering."""
+    numba_kernels = pytest.importorskip("posattn.rollout.numba_kernels")
+    a = torch.ones(64, 64).to(DTYPES[dtype])
+    words = a.view(torch.uint32) if dtype == "bf16" else a
+    columns = 2 if dtype == "bf16" else 1
+    v = torch.ones(2, 64, dtype=torch.float64 if dtype == "f64" else torch.float32)
+    for begin, end in ((0, 8), (8, 24), (3, 19) if columns == 1 else (2, 18), (20, 44), (40, 64)):
+        sums = torch.zeros(2, columns, 64 // columns, dtype=v.dtype)
+        numba_kernels._multiply(words.numpy(), v.numpy(), begin, end, sums.numpy())
+        total = sums.mT.reshape(2, 64)
+        expected = (end - torch.arange(end).clamp(min=begin)).to(v.dtype)
+        assert (total[:, :end] >= expected).all()  # a line of memory may reach beyond the diagonal
+        assert (total[:, end:] == 0).all()
+
+
+def test_numba_where_pairs_of_bfloat16_lie_across_words() -> None:
+    numba_kernels = pytest.importorskip("posattn.rollout.numba_kernels")
+    lam, a = make(Case((2,), 3, 40, "contiguous", "random"), torch.bfloat16)
+    shifted = torch.empty(a.numel() + 1, dtype=a.dtype)[1:].view_as(a).copy_(a)
+    assert shifted.storage_offset() == 1
+    rows = torch.tensor([39, 12])
+    got = numba_kernels.rollout_numba(lam, shifted, rows)
+    assert distance(got, reference(lam, a)[..., rows, :]) <= 1e-6
 
 
 def test_numba_takes_only_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,9 @@ class _Rounded:
 
     def __init__(self, n: int) -> None:
         self.p = torch.empty(n, n, dtype=torch.bfloat16)
+        # kept, because fresh memory costs more than the sums that are written into it
         self._products = torch.empty(min(_BFLOAT16_BLOCK, n), n, dtype=torch.bfloat16)
+        self._widened = torch.empty(self._products.shape)
 
     def step(self, p: Tensor, a: Tensor, lam: float, out: Tensor) -> None:
         """out = (1-λ) p + λ a p, which may be p; strips read only those above them, so the last is replaced first."""
@@ -190,7 +192,8 @@ class _Rounded:
             products = self._products[: r1 - r0, :r1]
             for c0, c1 in _spans(r1, size):
                 torch.mm(a[r0:r1, c0:r1], self.p[c0:r1, c0:c1], out=products[:, c0:c1])
-            torch.lerp(p[r0:r1, :r1], products.to(p.dtype), lam, out=out[r0:r1, :r1])
+            widened = self._widened[: r1 - r0, :r1].copy_(products)
+            torch.lerp(p[r0:r1, :r1], widened, lam, out=out[r0:r1, :r1])
             self.p[r0:r1, :r1].copy_(out[r0:r1, :r1])
 
 
@@ -210,7 +213,7 @@ def _batched_step(p: Tensor, a: Tensor, lam: Tensor, out: Tensor) -> None:
         strip = a[:, r0:r1, :r1].to(out.dtype)
         for c0, c1 in _spans(r1, width):
             product = torch.bmm(strip[:, :, c0:], p[:, c0:r1, c0:c1])
-            out[:, r0:r1, c0:c1] = torch.lerp(p[:, r0:r1, c0:c1], product, weight)
+            torch.lerp(p[:, r0:r1, c0:c1], product, weight, out=out[:, r0:r1, c0:c1])
 
 
 class _Whole(torch.autograd.Function):

@@ -1,17 +1,25 @@
 """Rows of the rollout on the CPU at the speed of memory, compiled by numba (the extra `numba`; imported when used).
 
 v_{t-1} = (1-λ_t) v_t + λ_t v_t A_t, from the last layer to the first, for the query rows v [Q, n]. What counts is that
-the lower half of each A_t is read once and in long runs: `_GROUP` rows of A are walked along together, so that as many
-streams of memory are open and each sum is loaded and stored once for all of them. The beginnings of the next group's
-rows, which no processor can foresee, are fetched meanwhile. The threads share the rows of A in parts of equal area,
-each with sums of its own, added up at the end of a layer. One call does all layers.
+the lower half of each A_t is read once, in long runs, and without a pause:
+
+* `_GROUP` rows of A are walked along together, so that as many streams of memory are open and each sum is loaded and
+  stored once for all of them, a line of memory of each at a time. The lines of the next group are asked for meanwhile:
+  a row is too short for the processor to foresee it. Where rows begin with a page and end in it, they are walked
+  backwards: forwards, the processor runs on beyond the diagonal, which for short rows costs a third of the time.
+* bfloat16 is read in pairs, with the sums of even and of odd columns apart.
+* The threads never meet between layers. A layer is cut into blocks of rows, from the last to the first. Column c of
+  v A gathers rows >= c only: when a block is through, nothing more is added to its own columns, and the same block of
+  the next layer can begin while this layer goes on above it. So blocks are handed out one at a time, layer after layer,
+  and one waits until those up to its own predecessor are through, which by then they nearly always are. Whoever waits,
+  waits for blocks taken before its own, so somebody always goes on, however many threads there really are.
 
 Sums are in float32 (float64 for float64). bfloat16 kernels are widened as they are read; v is never rounded.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, no_type_check
@@ -33,17 +41,25 @@ except ImportError as error:
         "impl='numba' needs numba (pip install numba); impl='rows' needs nothing more than torch"
     ) from error
 
-#: rows of A that are walked along together; `_group` spells them out
+#: rows of A that are walked along together
 _GROUP = 8
-#: lines of 64 bytes of each row of the next group that are asked for ahead; what follows the processor foresees itself
-_AHEAD = 8
-#: columns for which a group of rows stays in the first cache while every query uses it
-_COLUMNS = 512
+#: words of each row for which a group stays in the first cache while every query uses it
+_CACHED = 512
+#: bytes of memory beyond which no processor looks ahead
+_PAGE = 4096
+#: blocks of rows of a layer for each thread: enough that none waits, few enough that they are long
+_BLOCKS = 4
+#: sums of a layer for each thread; the blocks add to them in turn, so the result does not depend on who was faster
+_LANES = 2
+#: layers whose sums are kept: one that is read, one that is added to, and one between
+_RING = 3
 #: what numba may run in parallel: not the short copies and sums beside the one loop that is meant
 _PRANGE_ALONE = {
     name: name == "prange"
     for name in ("prange", "setitem", "numpy", "reduction", "comprehension", "fusion", "inplace_binop", "stencil")
 }
+#: a product and a sum may be one instruction
+_FUSED = ("contract",)
 #: numba's simplest threads stop the process when two of ours call them at once
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -75,9 +91,12 @@ def rollout_numba(
     lam, a, which = mixing.detach().to("cpu", wide), kernels.detach(), None
     if lam.shape[:-1] != a.shape[:-3] or 0 in a.stride()[:-3]:
         lam, a, which = _broadcast(lam, a)
-    if a.dtype in (torch.float16, torch.bfloat16):
-        a = a.float() if a.dtype == torch.float16 else a.contiguous().view(torch.uint16)
-    stored = a.contiguous().numpy().reshape(-1, layers, n, n)
+    if a.dtype == torch.float16:
+        a = a.float()
+    a = a.contiguous()
+    if a.dtype == torch.bfloat16:
+        a = a.view(torch.uint16 if n % 2 or a.storage_offset() % 2 else torch.uint32)
+    stored = a.numpy().reshape(-1, layers, n, a.shape[-1])
     which = np.arange(len(stored)) if which is None else which.numpy()
     out = torch.zeros(*lam.shape[:-1], len(rows), n, dtype=wide)
     if out.numel():
@@ -115,102 +134,263 @@ def _compiled(**options: Any) -> Callable[[Any], Any]:
     return decorate
 
 
-@no_type_check  # numba reads the source; a run-time type check would wrap the function
-def _wide(value):
-    """A weight as a number to compute with; the bits of a bfloat16 come as an unsigned integer (compiled only)."""
+# A word of a kernel is one float, the bits of one bfloat16 (uint16), or those of two (uint32, the even column in the
+# lower half). numba reads the sources from here on; a run-time type check would wrap the functions.
 
 
-@overload(_wide)
+@_compiled(inline="always")
 @no_type_check
-def _compiled_wide(value):
-    if isinstance(value, numba.types.Integer):
-        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)  # the upper half of one
-    return lambda value: value
+def _lower(word):
+    return np.uint32(word << np.uint32(16)).view(np.float32)  # a bfloat16 is the upper half of a float32
+
+
+@_compiled(inline="always")
+@no_type_check
+def _upper(word):
+    return np.uint32(word & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@no_type_check
+def _weight(row, c):
+    """The weight in column c of a row of words (compiled only)."""
+
+
+@overload(_weight)
+@no_type_check
+def _compiled_weight(row, c):
+    if row.dtype == numba.uint32:
+        return lambda row, c: _upper(row[c // 2]) if c % 2 else _lower(row[c // 2])
+    if row.dtype == numba.uint16:
+        return lambda row, c: _lower(np.uint32(row[c]))
+    return lambda row, c: row[c]
+
+
+@no_type_check
+def _address(context, builder, kind, array, *index):
+    """The address of array[index], for an intrinsic."""
+    found = context.make_array(kind)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, kind, found, index, wraparound=False)
 
 
 @intrinsic
 @no_type_check
-def _prefetch(context, a, r, c):
-    """Ask for the memory around a[r, c], to be in the second cache soon; beyond the end of the row it does no harm."""
+def _take(context, counter):
+    """counter[0]++ (int64); no two threads are given the same value."""
 
     def generate(context, builder, signature, args):
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        place = cgutils.get_item_pointer(context, builder, signature.args[0], array, args[1:], wraparound=False)
-        place = builder.bitcast(place, ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
-        builder.call(function, [place, number(0), number(2), number(1)])  # to read, into the second cache, data
+        place = _address(context, builder, signature.args[0], args[0], ir.IntType(64)(0))
+        return builder.atomic_rmw("add", place, ir.IntType(64)(1), "monotonic")
+
+    return numba.types.int64(counter), generate
+
+
+@intrinsic
+@no_type_check
+def _set(context, flags, k):
+    """flags[k] = 1 (int64), seen by nobody before all that this thread has written until now."""
+
+    def generate(context, builder, signature, args):
+        place = _address(context, builder, *signature.args[:1], *args)
+        builder.store_atomic(ir.IntType(64)(1), place, "release", 8)
         return context.get_dummy_value()
 
-    return numba.types.void(a, r, c), generate
+    return numba.types.void(flags, k), generate
+
+
+@intrinsic
+@no_type_check
+def _is_set(context, flags, k):
+    """flags[k] (int64); after a 1, all that its thread had written before is seen too."""
+
+    def generate(context, builder, signature, args):
+        place = _address(context, builder, *signature.args[:1], *args)
+        return builder.load_atomic(place, "acquire", 8)
+
+    return numba.types.int64(flags, k), generate
+
+
+def _group(fetch: bool) -> Any:
+    """Makes the innermost loop; numba's own choice of instructions would leave no room for fetching line by line."""
+
+    @intrinsic
+    @no_type_check
+    def group(context, a, r, begin, end, v, sums, following, backwards):
+        """sums[s] += Σ_k v[r+k] a[r+k], k < `_GROUP`, for words [begin, end) of these rows and each column s of a word.
+
+        Whole lines of memory: end - begin is a multiple of 64 bytes. `backwards`: they are gone through from the last.
+        With `fetch`, the same lines of the group that begins with row `following` are asked for.
+        """
+        signature = numba.types.void(a, r, begin, end, v, sums, following, backwards)
+        return signature, functools.partial(_generate_group, fetch=fetch)
+
+    return group
+
+
+@no_type_check
+def _generate_group(context, builder, signature, args, fetch):
+    kind, kind_v, kind_sums = signature.args[0], signature.args[4], signature.args[5]
+    a, r, begin, end, v, sums, following, backwards = args
+    index, size = r.type, 64 * 8 // kind.dtype.bitwidth  # words in a line
+    words = ir.VectorType(context.get_data_type(kind.dtype), size)
+    numbers = ir.VectorType(context.get_data_type(kind_sums.dtype), size)
+    columns = 2 if kind.dtype == numba.uint32 else 1
+
+    rows = [builder.add(r, index(k)) for k in range(_GROUP)]
+    starts = [_address(context, builder, kind, a, row, index(0)) for row in rows]
+    scale = [_splat(builder, builder.load(_address(context, builder, kind_v, v, row)), numbers) for row in rows]
+    totals = [_address(context, builder, kind_sums, sums, index(s), index(0)) for s in range(columns)]
+    length = cgutils.unpack_tuple(builder, context.make_array(kind)(context, builder, a).shape)[1]
+    ahead = builder.mul(builder.sub(following, r), length)
+    last = builder.sub(builder.add(begin, end), index(size))
+    with cgutils.for_range_slice(builder, begin, end, index(size), index) as (at, _):
+        at = builder.select(backwards, builder.sub(last, at), at)
+        if fetch:
+            for start in starts:
+                _fetch(builder, builder.gep(start, [builder.add(at, ahead)]))
+        weights = []
+        for start in starts:
+            place = builder.bitcast(builder.gep(start, [at]), words.as_pointer())
+            loaded = builder.load(place, align=kind.dtype.bitwidth // 8)
+            weights.append(_widen(builder, loaded, kind.dtype, numbers))
+        for s in range(columns):
+            place = builder.bitcast(builder.gep(totals[s], [at]), numbers.as_pointer())
+            total = builder.load(place, align=kind_sums.dtype.bitwidth // 8)
+            for chain in (range(0, _GROUP, 2), range(1, _GROUP, 2)):  # two, that the one need not wait for the other
+                part = builder.fmul(weights[chain[0]][s], scale[chain[0]])
+                for k in chain[1:]:
+                    part = builder.fadd(part, builder.fmul(weights[k][s], scale[k], flags=_FUSED), flags=_FUSED)
+                total = builder.fadd(total, part)
+            builder.store(total, place, align=kind_sums.dtype.bitwidth // 8)
+    return context.get_dummy_value()
+
+
+@no_type_check
+def _widen(builder, words, dtype, numbers):
+    """A vector of numbers for each column of a word."""
+    if dtype not in (numba.uint16, numba.uint32):
+        return [words]
+    bits = ir.VectorType(ir.IntType(32), numbers.count)
+    if dtype == numba.uint16:
+        words = builder.zext(words, bits)
+    lower = builder.shl(words, _splat(builder, ir.IntType(32)(16), bits))
+    upper = builder.and_(words, _splat(builder, ir.IntType(32)(0xFFFF0000), bits))
+    return [builder.bitcast(lower, numbers), builder.bitcast(upper, numbers)]
+
+
+@no_type_check
+def _splat(builder, value, kind):
+    """The vector whose entries all are `value`."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None))
+
+
+@no_type_check
+def _fetch(builder, place):
+    """Ask for the memory at an address, to be in the second cache soon; an address that is not ours does no harm."""
+    place, number = builder.bitcast(place, ir.IntType(8).as_pointer()), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+    function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+    builder.call(function, [place, number(0), number(2), number(1)])  # to read, into the second cache, data
+
+
+_add_group, _add_group_and_fetch = _group(fetch=False), _group(fetch=True)
 
 
 @_compiled(fastmath={"contract"})
 @no_type_check
-def _group(a, r, c0, c1, v, out):
-    """out[c] += Σ_k v[r+k] a[r+k, c] for c0 <= c < c1."""
-    a0, a1, a2, a3 = a[r, c0:c1], a[r + 1, c0:c1], a[r + 2, c0:c1], a[r + 3, c0:c1]
-    a4, a5, a6, a7 = a[r + 4, c0:c1], a[r + 5, c0:c1], a[r + 6, c0:c1], a[r + 7, c0:c1]
-    v0, v1, v2, v3, v4, v5, v6, v7 = v[r], v[r + 1], v[r + 2], v[r + 3], v[r + 4], v[r + 5], v[r + 6], v[r + 7]
-    sums = out[c0:c1]
-    for c in range(c1 - c0):
-        low = v0 * _wide(a0[c]) + v1 * _wide(a1[c]) + v2 * _wide(a2[c]) + v3 * _wide(a3[c])
-        high = v4 * _wide(a4[c]) + v5 * _wide(a5[c]) + v6 * _wide(a6[c]) + v7 * _wide(a7[c])
-        sums[c] += low + high
+def _multiply(a, v, begin, end, sums):
+    """sums [Q, s, n/s] += v[:, begin:end] a[begin:end], each group of rows up to the line of memory of the diagonal.
 
-
-@_compiled(fastmath={"contract"})
-@no_type_check
-def _strip(a, v, begin, end, out):
-    """out [Q, n] = v[:, begin:end] a[begin:end], groups cut off at the diagonal of their last row."""
-    out[:] = 0
-    queries = v.shape[0]
-    whole = begin + (end - begin) // _GROUP * _GROUP
+    Never columns from `end` on: another thread may be gathering them.
+    """
+    queries, columns, words = sums.shape
     line = 64 // a.itemsize
-    for r in range(begin, whole, _GROUP):
-        if r + 2 * _GROUP <= whole:
-            for row in range(r + _GROUP, r + 2 * _GROUP):
-                for c in range(0, _AHEAD * line, line):
-                    _prefetch(a, row, c)
-        width = _COLUMNS if queries > 1 else r + _GROUP
-        for c in range(0, r + _GROUP, width):
-            for q in range(queries):
-                _group(a, r, c, min(c + width, r + _GROUP), v[q], out[q])
-    for r in range(whole, end):
-        for q in range(queries):
-            for c in range(r + 1):
-                out[q, c] += v[q, r] * _wide(a[r, c])
+    whole = begin + (end - begin) % _GROUP
+    _add_rest(a, v, begin, whole, 0, sums)
+    for r in range(whole, end, _GROUP):
+        reach = min(-(-(r + _GROUP) // (line * columns)), end // (line * columns)) * line
+        following = r + _GROUP if r + _GROUP < end else r
+        backwards = a.shape[1] * a.itemsize % _PAGE == 0 and reach * a.itemsize <= _PAGE
+        width = _CACHED if queries > 1 else words
+        for w in range(0, reach, width):
+            stop = min(w + width, reach)
+            _add_group_and_fetch(a, r, w, stop, v[0], sums[0], following, backwards)
+            for q in range(1, queries):
+                _add_group(a, r, w, stop, v[q], sums[q], r, backwards)
+        _add_rest(a, v, r, r + _GROUP, reach * columns, sums)
 
 
-@_compiled(parallel=_PRANGE_ALONE, fastmath={"contract"})
+@_compiled(fastmath={"contract"})
 @no_type_check
-def _walk(a, which, lam, rows, out, parts):
-    """out [B, Q, N] = the rows of P, from a [K, T, N, N], of which entry b uses which[b], and λ [B, T]; out is zero."""
-    queries, layers, n = len(rows), a.shape[1], rows.max() + 1  # nothing after the last query is seen
-    edges = np.zeros(parts + 1, np.int64)
-    for part in range(1, parts + 1):  # triangles of equal area
-        edges[part] = min(round(n * math.sqrt(part / parts) / _GROUP) * _GROUP, n)
-    edges[parts] = n
-    sums = np.empty((parts, queries, n), out.dtype)
-    v = np.empty((queries, n), out.dtype)
+def _add_rest(a, v, begin, end, first, sums):
+    """The same for the few columns from `first` that fill no line of memory, or for rows that fill no group."""
+    columns = sums.shape[1]
+    for r in range(begin, end):
+        for q in range(len(v)):
+            for c in range(first, r + 1):
+                sums[q, c % columns, c // columns] += v[q, r] * _weight(a[r], c)
+
+
+@_compiled(fastmath={"contract"})
+@no_type_check
+def _gather(sums, begin, end, stay, move, v):
+    """v = stay v + move Σ sums for the columns from begin to end, and zero in sums [lanes, Q, s, n/s]."""
+    lanes, queries, columns = sums.shape[:3]
+    for q in range(queries):
+        for column in range(columns):
+            total = sums[0, q, column, begin // columns : end // columns]
+            for lane in range(1, lanes):
+                part = sums[lane, q, column, begin // columns : end // columns]
+                for c in range(len(total)):
+                    total[c] += part[c]
+                    part[c] = 0
+            into = v[q, begin + column : end : columns]
+            for c in range(len(total)):
+                into[c] = stay * into[c] + move * total[c]
+                total[c] = 0
+
+
+@_compiled()
+@no_type_check
+def _work(a, which, lam, edges, sums, counter, finished, out):
+    """Take block after block until none is left."""
+    layers, blocks, lanes = a.shape[1], len(edges) - 1, sums.shape[1]
+    known = 0  # blocks up to here are finished
+    while True:
+        number = _take(counter)
+        if number >= len(finished):
+            return
+        while known <= number - lanes:  # up to the one that added to the same sums, and so to all of them a layer above
+            if _is_set(finished, known):
+                known += 1
+        step, block = number // blocks, number % blocks
+        begin, end, lane = edges[blocks - 1 - block], edges[blocks - block], block % lanes
+        b, t, v = step // layers, layers - 1 - step % layers, out[step // layers]
+        if t < layers - 1:
+            _gather(sums[(step - 1) % _RING], begin, end, 1 - lam[b, t], lam[b, t], v)
+        if t > 0:
+            _multiply(a[which[b], t - 1], v, begin, end, sums[step % _RING, lane])
+        _set(finished, number)
+
+
+@_compiled(parallel=_PRANGE_ALONE)
+@no_type_check
+def _walk(a, which, lam, rows, out, threads):
+    """out [B, Q, N], zero before, = the rows of P, from a [K, T, N, words], of which b uses which[b], and λ [B, T]."""
+    queries, layers, columns = len(rows), a.shape[1], a.shape[2] // a.shape[3]
+    n = -(-(rows.max() + 1) // columns) * columns  # nothing after the last query is seen
     for b in range(len(out)):
-        v[:] = 0
         for q in range(queries):
-            v[q, rows[q]] = 1
-        for t in range(layers - 1, -1, -1):
-            layer, stay, move = a[which[b], t], 1 - lam[b, t], lam[b, t]
-            if t == layers - 1:  # v are unit rows
-                for q in range(queries):
-                    for c in range(rows[q] + 1):
-                        v[q, c] = stay * v[q, c] + move * _wide(layer[rows[q], c])
-                continue
-            for part in numba.prange(parts):
-                _strip(layer, v, edges[part], edges[part + 1], sums[part])
-            for q in range(queries):
-                for c in range(n):
-                    total = sums[0, q, c]
-                    for part in range(1, parts):
-                        total += sums[part, q, c]
-                    v[q, c] = stay * v[q, c] + move * total
-        out[b, :, :n] = v
+            for c in range(rows[q] + 1):
+                out[b, q, c] = lam[b, layers - 1] * _weight(a[which[b], layers - 1, rows[q]], c)
+            out[b, q, rows[q]] += 1 - lam[b, layers - 1]
+    height = -(-n // (_BLOCKS * threads * _GROUP)) * _GROUP
+    blocks = -(-n // height)
+    lanes = min(_LANES * threads, blocks)
+    edges = np.empty(blocks + 1, np.int64)
+    for block in range(blocks + 1):
+        edges[block] = max(0, n - (blocks - block) * height)
+    sums = np.zeros((_RING, lanes, queries, columns, n // columns), out.dtype)
+    counter, finished = np.zeros(1, np.int64), np.zeros(len(out) * layers * blocks, np.int64)
+    for _thread in numba.prange(threads):
+        _work(a, which, lam, edges, sums, counter, finished, out)
