@@ -183,8 +183,8 @@ def bundled_variants(report: Mapping[str, Any]) -> list[str]:
 def rollout(report: Mapping[str, Any]) -> list[str]:
     note = (
         "`of copy` sets what a row must read, the lower half of each kernel, beside a large copy in the same dtype. "
-        "What `rows` spends on bfloat16 is arithmetic. Short jobs on two threads suffer most where other work runs: the "
-        "spread of each is in the file."
+        "What `rows` spends on bfloat16 is arithmetic. Short jobs on two threads suffer most where other work runs: "
+        "the spread of each is in the file."
     )
     return [note, "", *bench.markdown_table(dict(report)).rstrip("\n").split("\n")]
 
