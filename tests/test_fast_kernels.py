@@ -283,7 +283,7 @@ def test_a_block_of_numba_leaves_the_columns_after_it_alone(dtype: str) -> None:
     v = torch.ones(2, 64, dtype=torch.float64 if dtype == "f64" else torch.float32)
     for begin, end in ((0, 8), (8, 24), (3, 19) if columns == 1 else (2, 18), (20, 44), (40, 64)):
         sums = torch.zeros(2, columns, 64 // columns, dtype=v.dtype)
-        numba_kernels._multiply(words.numpy(), v.numpy(), begin, end, sums.numpy())
+        numba_kernels._multiply(words.numpy(), v.numpy(), begin, end, False, sums.numpy())
         total = sums.mT.reshape(2, 64)
         expected = (end - torch.arange(end).clamp(min=begin)).to(v.dtype)
         assert (total[:, :end] >= expected).all()  # a line of memory may reach beyond the diagonal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib import resources
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posattn.errors import InputError
-from posattn.rollout.dense import Rollout, rollout
+from posattn.rollout.dense import Rollout, is_causal, rollout
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "rollout_golden.json").read_text())
@@ -120,6 +121,51 @@ def test_half_precision_is_renormalised(dtype):
     assert got.provenance["renormalised"]
     assert (got.profile.sum(-1) - 1).abs().max() < 1e-5
     assert (got.profile.double() - rollout(mixing, kernels, "all").profile).abs().max() < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 9, 65, 260])
+@pytest.mark.parametrize("impl", ["matmul", "rows", "numba"])
+def test_half_precision_is_read_as_it_is_with_float32_sums(impl, n, dtype):
+    if impl == "numba":
+        pytest.importorskip("numba")
+    mixing, kernels = random_case(6, 4, n)
+    half = kernels.to(dtype)
+    exact = half.double() / half.double().sum(-1, keepdim=True)
+    for queries in ("last", [n // 2, 0], "all"):
+        for depth in ("final", "every"):
+            got = rollout(mixing, half, queries, impl=impl, depth=depth)
+            assert got.profile.dtype == torch.float32
+            assert got.provenance["renormalised"]
+            want = rollout(mixing, exact, queries, impl="reference", depth=depth).profile
+            assert (got.profile.double() - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("impl", ["matmul", "rows"])
+def test_gradients_of_half_precision_are_those_of_the_renormalised_kernels(impl):
+    mixing, kernels = random_case(7, 3, 70)
+    weight = torch.rand(70, dtype=torch.float64)
+    half, lam = kernels.bfloat16().requires_grad_(), mixing.float().requires_grad_()
+    (rollout(lam, half, impl=impl, validate=False, causal=True).profile * weight).sum().backward()
+    wide, exact = half.detach().double().requires_grad_(), mixing.clone().requires_grad_()
+    rows = wide / wide.sum(-1, keepdim=True)
+    (rollout(exact, rows, impl="reference", validate=False, causal=True).profile * weight).sum().backward()
+    for got, want, share in ((half.grad.tril(), wide.grad.tril(), 2**-7), (lam.grad, exact.grad, 1e-5)):
+        assert (got.double() - want).abs().max() <= share * want.abs().max()  # bfloat16 gradients are rounded
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_any_weight_above_the_diagonal_is_seen(n, dtype):
+    below = torch.rand(2, 3, n, n).tril().to(dtype)
+    assert is_causal(below)
+    spots = [(r, c) for r in (0, 1, 62, 63, 64, 127) for c in (1, 63, 64, 65, 128, 129) if r < c < n]
+    for r, c in spots:
+        for value in (1e-30, -1e-30, math.nan, math.inf):
+            one = below.clone()
+            one[1, 2, r, c] = value
+            assert not is_causal(one), (r, c, value)
+    assert bool(spots) == (n > 1)
 
 
 @pytest.mark.parametrize("impl", ["matmul", "rows"])

@@ -15,7 +15,8 @@ named in `IMPLEMENTATIONS`, which are imported when first used. Each has one of 
 * rows:  `f(mixing [..., T], kernels [..., T, N, N], rows [Q]) -> [..., Q, N]`.
 
 `...` are leading dimensions that broadcast. `matmul` and `rows` may rely on lower triangular kernels: kernels with
-weight above the diagonal go to the plain versions of this module instead.
+weight above the diagonal go to the plain versions of this module instead. Those in `_WIDENING` take half precision as
+it is, and `renormalise=True`, so that no wider copy of all kernels is made.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, str | None]] = {
     "triton": ("posattn.rollout.triton_kernels:rollout_triton", "posattn.rollout.triton_kernels:rollout_triton"),
 }
 _NAMES = (*IMPLEMENTATIONS, "structured", "auto")
+#: what sums in float32 whatever the kernels' dtype (Triton does so for rows; its products for the whole P do not)
+_WIDENING = ("matmul", "rows", "numba", "triton")
 
 #: how far a row of a kernel may be from summing to 1
 ROW_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
@@ -187,12 +190,17 @@ def rollout(
     name = impl if impl != "auto" else _pick(weights, dense, rows, depth, causal)
     half = dense.dtype in (torch.float16, torch.bfloat16)
     compute = torch.float64 if name == "reference" else dtype or (torch.float32 if half else dense.dtype)
-    dense = dense.to(compute)
-    if half:
-        dense = dense / dense.sum(-1, keepdim=True)
+    every = depth == "every"
+    as_stored = half and causal and compute == torch.float32 and name in _WIDENING
+    as_stored = as_stored and (name != "triton" or not _is_whole(name, rows, n, every))
+    if not as_stored:
+        dense = dense.to(compute)
+        if half:
+            dense = dense / dense.sum(-1, keepdim=True)
     weights = weights.to(compute)
 
-    profile = _run(name, weights, dense, rows, depth == "every", causal)
+    options = {"renormalise": True} if as_stored else {}
+    profile = _run(name, weights, dense, rows, every, causal, options)
     if dtype is not None:
         profile = profile.to(dtype)
     return Rollout(
@@ -210,7 +218,14 @@ def rollout(
     )
 
 
-def _run(name: str, mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool, causal: bool) -> Tensor:
+def _is_whole(name: str, rows: Tensor, n: int, every: bool) -> bool:
+    """Whether a request is for the form that gives the whole P."""
+    return IMPLEMENTATIONS[name][0] is None or every or len(rows) >= n
+
+
+def _run(
+    name: str, mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool, causal: bool, options: dict[str, bool]
+) -> Tensor:
     """Call an implementation in the form that suits the request, and select the rows that were asked for."""
     n = kernels.shape[-1]
     for_rows, for_whole = IMPLEMENTATIONS[name]
@@ -225,22 +240,22 @@ def _run(name: str, mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool, 
                 for_whole and "posattn.rollout.dense:plain_whole",
             )
         )
-    whole = for_rows is None or every or len(rows) >= n
+    whole = _is_whole(name, rows, n, every)
     if whole and for_whole is None:
         if not every:
-            return _resolve(for_rows)(mixing, kernels, rows)
+            return _resolve(for_rows)(mixing, kernels, rows, **options)
         # rows at every depth: each depth is a rollout of its own that starts at that layer
         run = _resolve(for_rows)
         steps = range(1, kernels.shape[-3] + 1)
-        return torch.stack([run(mixing[..., :t], kernels[..., :t, :, :], rows) for t in steps], -3)
+        return torch.stack([run(mixing[..., :t], kernels[..., :t, :, :], rows, **options) for t in steps], -3)
     if not whole:
-        return _resolve(for_rows)(mixing, kernels, rows)
+        return _resolve(for_rows)(mixing, kernels, rows, **options)
     if name == "triton":
         if every:
             raise InputError("impl='triton' gives the final depth only: use impl='matmul' for every depth")
         profile = _resolve(for_whole)(mixing, kernels, None)
     else:
-        profile = _resolve(for_whole)(mixing, kernels, every)
+        profile = _resolve(for_whole)(mixing, kernels, every, **options)
     everything = len(rows) == n and bool((rows == torch.arange(n, device=rows.device)).all())
     return profile if everything else profile[..., rows, :]
 
@@ -273,7 +288,8 @@ def _pick(mixing: Tensor, kernels: Tensor, rows: Tensor, depth: str, causal: boo
         return "matmul"
     # not worth seconds of compiling for one rollout, and faster in all that follow
     compiled = "posattn.rollout.numba_kernels" in sys.modules
-    return "numba" if compiled and causal and not kernels.is_cuda and not needs_gradient else "rows"
+    suits = causal and not kernels.is_cuda and not needs_gradient and kernels.dtype != torch.float16
+    return "numba" if compiled and suits else "rows"
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
@@ -330,12 +346,15 @@ def plain_whole(
 
 
 def blocked_whole(
-    mixing: Float[Tensor, "*#batch layers"], kernels: Float[Tensor, "*#batch layers n n"], depth_every: bool
+    mixing: Float[Tensor, "*#batch layers"],
+    kernels: Float[Tensor, "*#batch layers n n"],
+    depth_every: bool,
+    renormalise: bool = False,
 ) -> Tensor:
     """`plain_whole` for lower triangular kernels, by blocks: nothing above the diagonal is touched."""
     from posattn.rollout.fast import rollout_matmul
 
-    product = rollout_matmul(mixing, kernels, depth_every)
+    product = rollout_matmul(mixing, kernels, depth_every, renormalise)
     return product[..., 1:, :, :] if depth_every else product  # without P(0) = I
 
 
@@ -403,10 +422,14 @@ def check_kernels(kernels: Float[Tensor, "*batch layers n n"]) -> None:
 
 def is_causal(kernels: Float[Tensor, "*batch n n"]) -> bool:
     """Whether every kernel is lower triangular, exactly."""
+    n, size = kernels.shape[-1], 64
     with torch.no_grad():
-        above = torch.ones(kernels.shape[-2:], dtype=torch.bool, device=kernels.device).triu(1)
-        flat = kernels.reshape(-1, *kernels.shape[-2:])
-        return not any(bool((kernel.masked_select(above) != 0).any()) for kernel in flat)
+        for r0 in range(0, n, size):  # a block of rows at a time: its own upper half, and what lies to its right
+            r1 = min(r0 + size, n)
+            for part in (kernels[..., r0:r1, r0:r1].triu(1), kernels[..., r0:r1, r1:]):
+                if part.numel() and any(bool(value != 0) for value in part.aminmax()):  # also NaN
+                    return False
+    return True
 
 
 def query_indices(

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from posattn.errors import InputError
 from posattn.results import provenance
-from posattn.rollout.dense import Rollout, query_indices
+from posattn.rollout.dense import Rollout, is_causal, query_indices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -205,5 +205,5 @@ def check_gains(gains: Float[Tensor, "..."], what: str, *, axes: int = 2, causal
                 raise InputError(f"the {what} of layer {layer} holds NaN or infinite values")
             if float(part.min()) < 0:
                 raise InputError(f"the {what} of layer {layer} holds the negative value {float(part.min()):.4g}")
-            if causal and bool((part.triu(1) != 0).any()):
+            if causal and not is_causal(part):
                 raise InputError(f"the {what} of layer {layer} has weight above the diagonal: it must be causal")

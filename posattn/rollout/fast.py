@@ -13,11 +13,11 @@ blocks on the diagonal.
 v_{t-1} = (1-λ_t) v_t + λ_t v_t A_t. Rows of A come in blocks, each cut off at its last column: A is read once, its
 lower half only. The first step is row q of A_T itself, and positions after the last query are never looked at.
 
-Both accumulate in float32 (float64 for float64 input): half-precision kernels are widened a block at a time. The
-exception are bfloat16 kernels on a CPU: each product takes P (or a single row v) rounded to bfloat16 and gives its
-result so, while P itself is kept in float32. That is twice as fast, with less rounding than a chain of bfloat16
-products makes. `posattn.rollout` widens the kernels first, unless it is told to compute in bfloat16. Gradients are
-computed by hand with the same blocks, always widened: for G = dL/dP_t,
+Both accumulate in float32 (float64 for float64 input): half-precision kernels are widened a block of rows at a time,
+and with `renormalise`, as `posattn.rollout` asks for them, each row is divided by its sum then; no copy of the kernels
+is made. The exception are bfloat16 kernels on a CPU without it: each product takes P (or a single row v) rounded to
+bfloat16 and gives its result so, while P itself is kept in float32. That is twice as fast, with less rounding than a
+chain of bfloat16 products makes. Gradients are computed by hand with the same blocks, always widened: for G = dL/dP_t,
 
     dL/dA_t = λ tril(G P_{t-1}ᵀ),   dL/dλ_t = <A_t, tril(G P_{t-1}ᵀ)> - <G, P_{t-1}>,   dL/dP_{t-1} = (1-λ) G + λ A_tᵀ G
 
@@ -45,7 +45,10 @@ _BFLOAT16_BLOCK = 256
 
 
 def rollout_matmul(
-    mixing: Float[Tensor, "*#batch layers"], kernels: Float[Tensor, "*#batch layers n n"], every: bool = False
+    mixing: Float[Tensor, "*#batch layers"],
+    kernels: Float[Tensor, "*#batch layers n n"],
+    every: bool = False,
+    renormalise: bool = False,
 ) -> Float[Tensor, "..."]:
     """The whole P, or with `every` all partial products, by blocks on and below the diagonal.
 
@@ -53,6 +56,7 @@ def rollout_matmul(
         mixing: λ `[..., T]`.
         kernels: lower triangular A `[..., T, N, N]`; any strides; leading dimensions broadcast with those of `mixing`.
         every: give P_0 = I, P_1, ..., P_T.
+        renormalise: divide each row of A by its sum, which half precision has made unequal to 1.
 
     Returns:
         `[..., N, N]`, or `[..., T+1, N, N]` with `every`; float32 for half-precision kernels, else the kernels' dtype.
@@ -60,13 +64,16 @@ def rollout_matmul(
     """
     mixing, kernels = _broadcast(mixing, kernels)
     if torch.is_grad_enabled() and (mixing.requires_grad or kernels.requires_grad):
-        states = _Whole.apply(mixing, kernels)
+        states = _Whole.apply(mixing, _wide(kernels, mixing.dtype, True) if renormalise else kernels)
         return states if every else states[..., -1, :, :]  # type: ignore[return-value]
-    return _whole(mixing, kernels, every)
+    return _whole(mixing, kernels, every, renormalise)
 
 
 def rollout_rows(
-    mixing: Float[Tensor, "*#batch layers"], kernels: Float[Tensor, "*#batch layers n n"], rows: Int[Tensor, " q"]
+    mixing: Float[Tensor, "*#batch layers"],
+    kernels: Float[Tensor, "*#batch layers n n"],
+    rows: Int[Tensor, " q"],
+    renormalise: bool = False,
 ) -> Float[Tensor, "*batch q n"]:
     """Some rows of P; each A is read once, and only on and below the diagonal.
 
@@ -74,14 +81,15 @@ def rollout_rows(
         mixing: λ `[..., T]`.
         kernels: lower triangular A `[..., T, N, N]`; any strides; leading dimensions broadcast with those of `mixing`.
         rows: query positions `[Q]`, 0 for the first token.
+        renormalise: divide each row of A by its sum, which half precision has made unequal to 1.
 
     Returns:
         `[..., Q, N]`; float32 for half-precision kernels, else the kernels' dtype.
     """
     mixing, kernels = _broadcast(mixing, kernels)
     if torch.is_grad_enabled() and (mixing.requires_grad or kernels.requires_grad):
-        return _Rows.apply(mixing, kernels, rows)[0]  # type: ignore[index]
-    return _rows(mixing, kernels, rows)[..., 0, :, :]
+        return _Rows.apply(mixing, _wide(kernels, mixing.dtype, True) if renormalise else kernels, rows)[0]  # type: ignore[index]
+    return _rows(mixing, kernels, rows, renormalise=renormalise)[..., 0, :, :]
 
 
 def _broadcast(mixing: Tensor, kernels: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,6 +115,12 @@ def _block(n: int, device: torch.device) -> tuple[int, int]:
     return edge, edge
 
 
+def _wide(rows: Tensor, dtype: torch.dtype, renormalise: bool) -> Tensor:
+    """Rows of A to compute with, whole or cut off beyond the diagonal."""
+    wide = rows.to(dtype)
+    return wide / wide.sum(-1, keepdim=True) if renormalise else wide
+
+
 def _layer(kernels: Tensor, t: int) -> Tensor:
     """A_t as [B, N, N]: a view when the leading dimensions allow it, else a copy of this one layer."""
     return kernels[..., t, :, :].reshape(-1, *kernels.shape[-2:])
@@ -115,7 +129,7 @@ def _layer(kernels: Tensor, t: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------- whole
 
 
-def _whole(mixing: Tensor, kernels: Tensor, every: bool) -> Tensor:
+def _whole(mixing: Tensor, kernels: Tensor, every: bool, renormalise: bool = False) -> Tensor:
     """[..., N, N] or [..., T+1, N, N]."""
     lead, layers, n = mixing.shape[:-1], mixing.shape[-1], kernels.shape[-1]
     options: dict[str, Any] = {"dtype": mixing.dtype, "device": kernels.device}
@@ -127,7 +141,8 @@ def _whole(mixing: Tensor, kernels: Tensor, every: bool) -> Tensor:
     if loop:
         for index in itertools.product(*(range(size) for size in lead)):
             lam, a = mixing[index].tolist(), kernels[index]
-            rounded = _Rounded(n) if a.dtype == torch.bfloat16 and _multiplies_bfloat16() else None
+            as_stored = a.dtype == torch.bfloat16 and not renormalise
+            rounded = _Rounded(n) if as_stored and _multiplies_bfloat16() else None
             if every:
                 states = list(out[index])
             elif rounded is not None:  # in place
@@ -137,7 +152,7 @@ def _whole(mixing: Tensor, kernels: Tensor, every: bool) -> Tensor:
                 states = [out[index] if (layers - t) % 2 == 0 else spare for t in range(layers + 1)]
             states[0].fill_diagonal_(1.0)
             for t in range(layers):
-                _step(states[t], a[t], lam[t], states[t + 1], first=t == 0, rounded=rounded)
+                _step(states[t], a[t], lam[t], states[t + 1], renormalise, first=t == 0, rounded=rounded)
         return out
     flat = out.reshape(lead.numel(), *out.shape[len(lead) :])
     lam = mixing.reshape(lead.numel(), layers)
@@ -148,18 +163,20 @@ def _whole(mixing: Tensor, kernels: Tensor, every: bool) -> Tensor:
         states = [flat if (layers - t) % 2 == 0 else spare for t in range(layers + 1)]
     states[0].diagonal(dim1=-2, dim2=-1).fill_(1.0)
     for t in range(layers):
-        _batched_step(states[t], _layer(kernels, t), lam[:, t], states[t + 1])
+        _batched_step(states[t], _layer(kernels, t), lam[:, t], states[t + 1], renormalise)
     return out
 
 
-def _step(p: Tensor, a: Tensor, lam: float, out: Tensor, first: bool, rounded: _Rounded | None = None) -> None:
+def _step(
+    p: Tensor, a: Tensor, lam: float, out: Tensor, renormalise: bool, first: bool, rounded: _Rounded | None = None
+) -> None:
     """out = (1-λ) p + λ a p on and below the diagonal, [N, N]; `first` says that p is the identity.
 
     `rounded`: multiply in bfloat16; the same one for all steps from the first.
     """
     n = p.shape[-1]
     if first:
-        torch.mul(a, lam, out=out) if a.dtype == out.dtype else out.copy_(a).mul_(lam)
+        torch.mul(_wide(a, out.dtype, renormalise), lam, out=out)
         out.diagonal().add_(1.0 - lam)
         if rounded is not None:
             rounded.p.copy_(out)
@@ -169,7 +186,7 @@ def _step(p: Tensor, a: Tensor, lam: float, out: Tensor, first: bool, rounded: _
         return
     height, width = _block(n, p.device)
     for r0, r1 in _spans(n, height):
-        strip = a[r0:r1, :r1].to(out.dtype)
+        strip = _wide(a[r0:r1, :r1], out.dtype, renormalise)
         for c0, c1 in _spans(r1, width):
             torch.addmm(
                 p[r0:r1, c0:c1], strip[:, c0:], p[c0:r1, c0:c1], beta=1.0 - lam, alpha=lam, out=out[r0:r1, c0:c1]
@@ -204,13 +221,13 @@ def _multiplies_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and any(ask() for ask in asks if ask is not None)
 
 
-def _batched_step(p: Tensor, a: Tensor, lam: Tensor, out: Tensor) -> None:
+def _batched_step(p: Tensor, a: Tensor, lam: Tensor, out: Tensor, renormalise: bool) -> None:
     """out = (1-λ) p + λ a p on and below the diagonal; p, a, out [B, N, N], λ [B]."""
     n = p.shape[-1]
     height, width = _block(n, p.device)
     weight = lam[:, None, None]
     for r0, r1 in _spans(n, height):
-        strip = a[:, r0:r1, :r1].to(out.dtype)
+        strip = _wide(a[:, r0:r1, :r1], out.dtype, renormalise)
         for c0, c1 in _spans(r1, width):
             product = torch.bmm(strip[:, :, c0:], p[:, c0:r1, c0:c1])
             torch.lerp(p[:, r0:r1, c0:c1], product, weight, out=out[:, r0:r1, c0:c1])
@@ -260,7 +277,7 @@ class _Whole(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-def _rows(mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool = False) -> Tensor:
+def _rows(mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool = False, renormalise: bool = False) -> Tensor:
     """[..., 1, Q, N], or with `every` [..., T+1, Q, N] with the unit rows in the last slot."""
     lead, layers, full = mixing.shape[:-1], mixing.shape[-1], kernels.shape[-1]
     queries = rows.shape[0]
@@ -287,37 +304,37 @@ def _rows(mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool = False) ->
             a, weights = kernels[index], lam[entry].tolist()
             v = unit
             for t in range(layers - 1, -1, -1):
-                v = _row_step(v, a[t], weights[t], rows if t == layers - 1 else None)
+                v = _row_step(v, a[t], weights[t], renormalise, rows if t == layers - 1 else None)
                 keep(t, entry, v)
         return out
     v = unit.expand(flat.shape[0], queries, n)
     for t in range(layers - 1, -1, -1):
         a = _layer(kernels, t)
         if t == layers - 1:
-            product = a[:, rows, :n].to(v.dtype)
+            product = _wide(a[:, rows, :n], v.dtype, renormalise)
         else:
             product = torch.zeros_like(v)
             for r0, r1 in _spans(n, _block(n, v.device)[0]):
-                product[..., :r1] += torch.bmm(v[..., r0:r1], a[:, r0:r1, :r1].to(v.dtype))
+                product[..., :r1] += torch.bmm(v[..., r0:r1], _wide(a[:, r0:r1, :r1], v.dtype, renormalise))
         v = torch.lerp(v, product, lam[:, t, None, None])
         keep(t, slice(None), v)
     return out
 
 
-def _row_step(v: Tensor, a: Tensor, lam: float, rows: Tensor | None) -> Tensor:
+def _row_step(v: Tensor, a: Tensor, lam: float, renormalise: bool, rows: Tensor | None) -> Tensor:
     """(1-λ) v + λ v a for v [Q, n] on the CPU; `rows` when v is the unit rows of these positions."""
     queries, n = v.shape
     if rows is not None:
-        return torch.lerp(v, a[rows, :n].to(v.dtype), lam)
+        return torch.lerp(v, _wide(a[rows, :n], v.dtype, renormalise), lam)
     if queries == 1:
-        return torch.lerp(v, _vector_product(v[0], a)[None], lam)
+        return torch.lerp(v, _vector_product(v[0], a, renormalise)[None], lam)
     product = torch.zeros_like(v)
     for r0, r1 in _spans(n, 256):
-        product[:, :r1].addmm_(v[:, r0:r1], a[r0:r1, :r1].to(v.dtype))
+        product[:, :r1].addmm_(v[:, r0:r1], _wide(a[r0:r1, :r1], v.dtype, renormalise))
     return torch.lerp(v, product, lam)
 
 
-def _vector_product(v: Tensor, a: Tensor) -> Tensor:
+def _vector_product(v: Tensor, a: Tensor, renormalise: bool) -> Tensor:
     """v a for one row, v [n], a [>=n, >=n], by row blocks cut off at the diagonal.
 
     NumPy's BLAS (OpenBLAS) reads memory faster here than the one inside torch, up to where torch's batched products of
@@ -327,13 +344,13 @@ def _vector_product(v: Tensor, a: Tensor) -> Tensor:
     out = torch.zeros_like(v)
     # each block costs a call and, on the diagonal, half a square too much: this is where the two balance
     size = 128 if n < 1024 else 256 if n < 2048 else 512
-    if a.dtype == torch.bfloat16 and a.stride(-1) == 1:
+    if a.dtype == torch.bfloat16 and a.stride(-1) == 1 and not renormalise:
         return _bag(v, a)
-    if a.dtype != v.dtype:  # widened into one buffer; not with NumPy's threads, which would wait for PyTorch's
+    if a.dtype != v.dtype or renormalise:  # into one buffer; not with NumPy's threads, which would wait for PyTorch's
         buffer = torch.empty(min(size, n) * n, dtype=v.dtype)
         for r0, r1 in _spans(n, size):
             block = buffer[: (r1 - r0) * r1].view(r1 - r0, r1).copy_(a[r0:r1, :r1])
-            out[:r1].addmv_(block.T, v[r0:r1])
+            out[:r1].addmv_(block.T, v[r0:r1] / block.sum(-1) if renormalise else v[r0:r1])
         return out
     if n >= _BATCHED_FROM:
         for r0, r1 in _spans(n, 1024):

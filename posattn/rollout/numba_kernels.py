@@ -65,7 +65,10 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def rollout_numba(
-    mixing: Float[Tensor, "*#batch layers"], kernels: Float[Tensor, "*#batch layers n n"], rows: Int[Tensor, " q"]
+    mixing: Float[Tensor, "*#batch layers"],
+    kernels: Float[Tensor, "*#batch layers n n"],
+    rows: Int[Tensor, " q"],
+    renormalise: bool = False,
 ) -> Float[Tensor, "*batch q n"]:
     """Some rows of P; each A is read once, and only on and below the diagonal.
 
@@ -74,6 +77,7 @@ def rollout_numba(
         kernels: lower triangular A `[..., T, N, N]` on the CPU; copied if they are not contiguous or in float16.
             Leading dimensions broadcast with those of `mixing`.
         rows: query positions `[Q]`, 0 for the first token.
+        renormalise: divide each row of A by its sum, which half precision has made unequal to 1.
 
     Returns:
         `[..., Q, N]`; float32 for half-precision kernels, else the kernels' dtype.
@@ -103,7 +107,7 @@ def rollout_numba(
         flat = out.numpy().reshape(-1, len(rows), n)
         with _ONE_AT_A_TIME:
             _walk(
-                stored, which, lam.contiguous().numpy().reshape(-1, layers), rows.cpu().numpy(), flat,
+                stored, which, lam.contiguous().numpy().reshape(-1, layers), rows.cpu().numpy(), renormalise, flat,
                 torch.get_num_threads(),
             )  # fmt: skip
     return out
@@ -215,7 +219,7 @@ def _group(fetch: bool) -> Any:
     @intrinsic
     @no_type_check
     def group(context, a, r, begin, end, v, sums, following, backwards):
-        """sums[s] += Σ_k v[r+k] a[r+k], k < `_GROUP`, for words [begin, end) of these rows and each column s of a word.
+        """sums[s] += Σ_k v[k] a[r+k], k < `_GROUP`, for the words [begin, end) of the rows and each column s of a word.
 
         Whole lines of memory: end - begin is a multiple of 64 bytes. `backwards`: they are gone through from the last.
         With `fetch`, the same lines of the group that begins with row `following` are asked for.
@@ -237,7 +241,8 @@ def _generate_group(context, builder, signature, args, fetch):
 
     rows = [builder.add(r, index(k)) for k in range(_GROUP)]
     starts = [_address(context, builder, kind, a, row, index(0)) for row in rows]
-    scale = [_splat(builder, builder.load(_address(context, builder, kind_v, v, row)), numbers) for row in rows]
+    factors = [builder.load(_address(context, builder, kind_v, v, index(k))) for k in range(_GROUP)]
+    factors = [_splat(builder, factor, numbers) for factor in factors]
     totals = [_address(context, builder, kind_sums, sums, index(s), index(0)) for s in range(columns)]
     length = cgutils.unpack_tuple(builder, context.make_array(kind)(context, builder, a).shape)[1]
     ahead = builder.mul(builder.sub(following, r), length)
@@ -256,9 +261,9 @@ def _generate_group(context, builder, signature, args, fetch):
             place = builder.bitcast(builder.gep(totals[s], [at]), numbers.as_pointer())
             total = builder.load(place, align=kind_sums.dtype.bitwidth // 8)
             for chain in (range(0, _GROUP, 2), range(1, _GROUP, 2)):  # two, that the one need not wait for the other
-                part = builder.fmul(weights[chain[0]][s], scale[chain[0]])
+                part = builder.fmul(weights[chain[0]][s], factors[chain[0]])
                 for k in chain[1:]:
-                    part = builder.fadd(part, builder.fmul(weights[k][s], scale[k], flags=_FUSED), flags=_FUSED)
+                    part = builder.fadd(part, builder.fmul(weights[k][s], factors[k], flags=_FUSED), flags=_FUSED)
                 total = builder.fadd(total, part)
             builder.store(total, place, align=kind_sums.dtype.bitwidth // 8)
     return context.get_dummy_value()
@@ -298,37 +303,68 @@ _add_group, _add_group_and_fetch = _group(fetch=False), _group(fetch=True)
 
 @_compiled(fastmath={"contract"})
 @no_type_check
-def _multiply(a, v, begin, end, sums):
+def _multiply(a, v, begin, end, renormalise, sums):
     """sums [Q, s, n/s] += v[:, begin:end] a[begin:end], each group of rows up to the line of memory of the diagonal.
 
     Never columns from `end` on: another thread may be gathering them.
     """
     queries, columns, words = sums.shape
     line = 64 // a.itemsize
-    whole = begin + (end - begin) % _GROUP
-    _add_rest(a, v, begin, whole, 0, sums)
-    for r in range(whole, end, _GROUP):
+    factors = np.empty((queries, _GROUP), v.dtype)
+    head = begin + (end - begin) % _GROUP
+    for r in range(begin, head):
+        factors[:, 0] = v[:, r] / _total(a[r], r) if renormalise else v[:, r]
+        _add_rest(a, r, r + 1, factors, 0, sums)
+    for r in range(head, end, _GROUP):
+        for k in range(_GROUP):
+            factors[:, k] = v[:, r + k] / _total(a[r + k], r + k) if renormalise else v[:, r + k]
         reach = min(-(-(r + _GROUP) // (line * columns)), end // (line * columns)) * line
         following = r + _GROUP if r + _GROUP < end else r
         backwards = a.shape[1] * a.itemsize % _PAGE == 0 and reach * a.itemsize <= _PAGE
         width = _CACHED if queries > 1 else words
         for w in range(0, reach, width):
             stop = min(w + width, reach)
-            _add_group_and_fetch(a, r, w, stop, v[0], sums[0], following, backwards)
+            _add_group_and_fetch(a, r, w, stop, factors[0], sums[0], following, backwards)
             for q in range(1, queries):
-                _add_group(a, r, w, stop, v[q], sums[q], r, backwards)
-        _add_rest(a, v, r, r + _GROUP, reach * columns, sums)
+                _add_group(a, r, w, stop, factors[q], sums[q], r, backwards)
+        _add_rest(a, r, r + _GROUP, factors, reach * columns, sums)
 
 
 @_compiled(fastmath={"contract"})
 @no_type_check
-def _add_rest(a, v, begin, end, first, sums):
-    """The same for the few columns from `first` that fill no line of memory, or for rows that fill no group."""
+def _add_rest(a, begin, end, factors, first, sums):
+    """The same for the few columns from `first` that fill no line of memory, or for a row outside the groups."""
     columns = sums.shape[1]
     for r in range(begin, end):
-        for q in range(len(v)):
+        for q in range(len(factors)):
             for c in range(first, r + 1):
-                sums[q, c % columns, c // columns] += v[q, r] * _weight(a[r], c)
+                sums[q, c % columns, c // columns] += factors[q, r - begin] * _weight(a[r], c)
+
+
+@no_type_check
+def _total(row, last):
+    """The sum of the weights in the columns up to `last` (compiled only)."""
+
+
+@overload(_total, jit_options={"fastmath": {"contract", "reassoc"}})
+@no_type_check
+def _compiled_total(row, last):
+    def single(row, last):
+        total = _weight(row, last)
+        for c in range(last):
+            total += _weight(row, c)
+        return total
+
+    def pairs(row, last):
+        total = _lower(row[last // 2])  # column `last`, or the one before it
+        if last % 2:
+            total += _upper(row[last // 2])
+        words = row[: last // 2]
+        for c in range(len(words)):
+            total += _lower(words[c]) + _upper(words[c])
+        return total
+
+    return pairs if row.dtype == numba.uint32 else single
 
 
 @_compiled(fastmath={"contract"})
@@ -352,7 +388,7 @@ def _gather(sums, begin, end, stay, move, v):
 
 @_compiled()
 @no_type_check
-def _work(a, which, lam, edges, sums, counter, finished, out):
+def _work(a, which, lam, edges, renormalise, sums, counter, finished, out):
     """Take block after block until none is left."""
     layers, blocks, lanes = a.shape[1], len(edges) - 1, sums.shape[1]
     known = 0  # blocks up to here are finished
@@ -369,20 +405,22 @@ def _work(a, which, lam, edges, sums, counter, finished, out):
         if t < layers - 1:
             _gather(sums[(step - 1) % _RING], begin, end, 1 - lam[b, t], lam[b, t], v)
         if t > 0:
-            _multiply(a[which[b], t - 1], v, begin, end, sums[step % _RING, lane])
+            _multiply(a[which[b], t - 1], v, begin, end, renormalise, sums[step % _RING, lane])
         _set(finished, number)
 
 
 @_compiled(parallel=_PRANGE_ALONE)
 @no_type_check
-def _walk(a, which, lam, rows, out, threads):
+def _walk(a, which, lam, rows, renormalise, out, threads):
     """out [B, Q, N], zero before, = the rows of P, from a [K, T, N, words], of which b uses which[b], and λ [B, T]."""
     queries, layers, columns = len(rows), a.shape[1], a.shape[2] // a.shape[3]
     n = -(-(rows.max() + 1) // columns) * columns  # nothing after the last query is seen
     for b in range(len(out)):
         for q in range(queries):
+            row = a[which[b], layers - 1, rows[q]]
+            move = lam[b, layers - 1] / _total(row, rows[q]) if renormalise else lam[b, layers - 1]
             for c in range(rows[q] + 1):
-                out[b, q, c] = lam[b, layers - 1] * _weight(a[which[b], layers - 1, rows[q]], c)
+                out[b, q, c] = move * _weight(row, c)
             out[b, q, rows[q]] += 1 - lam[b, layers - 1]
     height = -(-n // (_BLOCKS * threads * _GROUP)) * _GROUP
     blocks = -(-n // height)
@@ -393,4 +431,4 @@ def _walk(a, which, lam, rows, out, threads):
     sums = np.zeros((_RING, lanes, queries, columns, n // columns), out.dtype)
     counter, finished = np.zeros(1, np.int64), np.zeros(len(out) * layers * blocks, np.int64)
     for _thread in numba.prange(threads):
-        _work(a, which, lam, edges, sums, counter, finished, out)
+        _work(a, which, lam, edges, renormalise, sums, counter, finished, out)
