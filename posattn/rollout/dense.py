@@ -199,8 +199,7 @@ def rollout(
             dense = dense / dense.sum(-1, keepdim=True)
     weights = weights.to(compute)
 
-    options = {"renormalise": True} if as_stored else {}
-    profile = _run(name, weights, dense, rows, every, causal, options)
+    profile = _run(name, weights, dense, rows, every, causal, renormalise=as_stored)
     if dtype is not None:
         profile = profile.to(dtype)
     return Rollout(
@@ -224,10 +223,10 @@ def _is_whole(name: str, rows: Tensor, n: int, every: bool) -> bool:
 
 
 def _run(
-    name: str, mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool, causal: bool, options: dict[str, bool]
+    name: str, mixing: Tensor, kernels: Tensor, rows: Tensor, every: bool, causal: bool, renormalise: bool = False
 ) -> Tensor:
     """Call an implementation in the form that suits the request, and select the rows that were asked for."""
-    n = kernels.shape[-1]
+    n, options = kernels.shape[-1], {"renormalise": True} if renormalise else {}
     for_rows, for_whole = IMPLEMENTATIONS[name]
     if not causal:
         if name in ("triton", "numba"):

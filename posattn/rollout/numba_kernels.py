@@ -155,7 +155,7 @@ def _upper(word):
 
 
 @no_type_check
-def _weight(row, c):
+def _weight(row, c) -> Any:
     """The weight in column c of a row of words (compiled only)."""
 
 
@@ -342,7 +342,7 @@ def _add_rest(a, begin, end, factors, first, sums):
 
 
 @no_type_check
-def _total(row, last):
+def _total(row, last) -> Any:
     """The sum of the weights in the columns up to `last` (compiled only)."""
 
 
