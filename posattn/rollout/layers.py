@@ -1,6 +1,6 @@
 """A stack of layers, dense or structured, as operators: what the theory needs of a kernel and no more.
 
-Up to `DENSE_UP_TO` weights in all, structured kernels are made dense once: faster to apply thousands of times.
+Short ones of structured kernels are made dense once: faster to apply thousands of times.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from posattn.rollout.kernels import Applied, StructuredKernel
 from posattn.rollout.simulate import Architecture, resolve
 from posattn.rollout.structured import quick_dense
 
+#: positions up to which a dense kernel is applied faster: beyond, it fits in no cache
+DENSE_LENGTH = 1024
+#: weights of all layers up to which they are made dense
 DENSE_UP_TO = 1 << 24
 
 
@@ -50,7 +53,7 @@ class Layers:
             self.length = length
             self.causal = all(not item.full and item.prefix <= 1 for item in items)
             ready = [item.at(length) for item in items]
-            small = len(items) * length**2 <= DENSE_UP_TO
+            small = length <= DENSE_LENGTH and len(items) * length**2 <= DENSE_UP_TO
             self._parts = [quick_dense(i, length) if small else r for i, r in zip(items, ready, strict=True)]
         if len(self._parts) not in (1, self.count):
             raise InputError(f"mixing has {self.count} layers, the kernels have {len(self._parts)}")
