@@ -212,6 +212,14 @@ def tables() -> str:
         title, body = KINDS.get(kind_of(path, report), ("Other", lambda report: ["No table is made of this file."]))
         lines += [f"## {title}: {path.stem}", "", f"`benchmarks/results/{path.name}`", "", *body(report), ""]
         lines += [where(report), ""]
+    if not any(RESULTS.glob("*-cuda.json")):
+        lines += [
+            "## On a GPU: not run",
+            "",
+            "`benchmarks/run_cuda.sh DIR` measures the Triton kernels and capture at 32,768 tokens. It has not been run "
+            "for this page: Triton's kernels were compared with their references in its interpreter, and no more.",
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA device, in one go: the tests of the Triton kernels (rollout, streamed head means), then
 # the benchmarks of the rollout and of long-context capture. Needs torch, transformers, triton, numpy, jaxtyping,
-# safetensors, einops and pytest there. The capture part has not been run on a device yet ("not run").
+# safetensors, einops and pytest there. No results are committed yet: not run.
 #
 #   benchmarks/run_cuda.sh DIR [--tune]
 #

@@ -336,7 +336,7 @@ def test_numba_from_several_threads_at_once() -> None:
 
 # ---- triton ---------------------------------------------------------------------------------------------------------
 
-#: the tuned tiles, and small ones that a few dozen positions fill several times
+#: the default tiles, and small ones that a few dozen positions fill several times
 SMALL = {
     "whole": [None, triton_kernels.WholeConfig(32, 16, 16, 4, 1)],
     "rows": [None, triton_kernels.RowsConfig(16, 32, 4, 2)],

@@ -259,12 +259,10 @@ def _generate_group(context, builder, signature, args, fetch):
             weights.append(_widen(builder, loaded, kind.dtype, numbers))
         for s in range(columns):
             place = builder.bitcast(builder.gep(totals[s], [at]), numbers.as_pointer())
-            total = builder.load(place, align=kind_sums.dtype.bitwidth // 8)
-            for chain in (range(0, _GROUP, 2), range(1, _GROUP, 2)):  # two, that the one need not wait for the other
-                part = builder.fmul(weights[chain[0]][s], factors[chain[0]])
-                for k in chain[1:]:
-                    part = builder.fadd(part, builder.fmul(weights[k][s], factors[k], flags=_FUSED), flags=_FUSED)
-                total = builder.fadd(total, part)
+            part = builder.fmul(weights[0][s], factors[0])
+            for k in range(1, _GROUP):
+                part = builder.fadd(part, builder.fmul(weights[k][s], factors[k], flags=_FUSED), flags=_FUSED)
+            total = builder.fadd(builder.load(place, align=kind_sums.dtype.bitwidth // 8), part)
             builder.store(total, place, align=kind_sums.dtype.bitwidth // 8)
     return context.get_dummy_value()
 
@@ -310,14 +308,18 @@ def _multiply(a, v, begin, end, renormalise, sums):
     """
     queries, columns, words = sums.shape
     line = 64 // a.itemsize
-    factors = np.empty((queries, _GROUP), v.dtype)
+    factors, one = np.empty((queries, _GROUP), v.dtype), v.dtype.type(1)
     head = begin + (end - begin) % _GROUP
     for r in range(begin, head):
-        factors[:, 0] = v[:, r] / _total(a[r], r) if renormalise else v[:, r]
+        total = _total(a[r], r) if renormalise else one
+        for q in range(queries):
+            factors[q, 0] = v[q, r] / total
         _add_rest(a, r, r + 1, factors, 0, sums)
     for r in range(head, end, _GROUP):
         for k in range(_GROUP):
-            factors[:, k] = v[:, r + k] / _total(a[r + k], r + k) if renormalise else v[:, r + k]
+            total = _total(a[r + k], r + k) if renormalise else one
+            for q in range(queries):
+                factors[q, k] = v[q, r + k] / total
         reach = min(-(-(r + _GROUP) // (line * columns)), end // (line * columns)) * line
         following = r + _GROUP if r + _GROUP < end else r
         backwards = a.shape[1] * a.itemsize % _PAGE == 0 and reach * a.itemsize <= _PAGE

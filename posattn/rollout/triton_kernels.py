@@ -156,7 +156,7 @@ def rollout_triton(
         rows: query positions (0 is the first token), or None for the whole product.
         renormalise: divide each row of A by its sum. By default done for half-precision kernels, whose rows do not sum
             to 1 exactly; a kernel of its own reads A once more for it, and no copy of A is made.
-        config: tile sizes to use instead of the tuned ones.
+        config: tile sizes to use instead of the default ones.
 
     Returns:
         `[..., N, N]` or `[..., Q, N]` in float32. No gradients flow through it.
