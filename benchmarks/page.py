@@ -216,8 +216,8 @@ def tables() -> str:
         lines += [
             "## On a GPU: not run",
             "",
-            "`benchmarks/run_cuda.sh DIR` measures the Triton kernels and capture at 32,768 tokens. It has not been run "
-            "for this page: Triton's kernels were compared with their references in its interpreter, and no more.",
+            "`benchmarks/run_cuda.sh DIR` measures the Triton kernels and capture at 32,768 tokens. It has not been "
+            "run for this page: Triton's kernels were compared with their references in its interpreter, and no more.",
             "",
         ]
     return "\n".join(lines)
