@@ -194,7 +194,7 @@ def _set(context, flags, k):
     """flags[k] = 1 (int64), seen by nobody before all that this thread has written until now."""
 
     def generate(context, builder, signature, args):
-        place = _address(context, builder, *signature.args[:1], *args)
+        place = _address(context, builder, signature.args[0], *args)
         builder.store_atomic(ir.IntType(64)(1), place, "release", 8)
         return context.get_dummy_value()
 
@@ -207,7 +207,7 @@ def _is_set(context, flags, k):
     """flags[k] (int64); after a 1, all that its thread had written before is seen too."""
 
     def generate(context, builder, signature, args):
-        place = _address(context, builder, *signature.args[:1], *args)
+        place = _address(context, builder, signature.args[0], *args)
         return builder.load_atomic(place, "acquire", 8)
 
     return numba.types.int64(flags, k), generate
@@ -308,18 +308,12 @@ def _multiply(a, v, begin, end, renormalise, sums):
     """
     queries, columns, words = sums.shape
     line = 64 // a.itemsize
-    factors, one = np.empty((queries, _GROUP), v.dtype), v.dtype.type(1)
+    factors = np.empty((queries, _GROUP), v.dtype)
     head = begin + (end - begin) % _GROUP
-    for r in range(begin, head):
-        total = _total(a[r], r) if renormalise else one
-        for q in range(queries):
-            factors[q, 0] = v[q, r] / total
-        _add_rest(a, r, r + 1, factors, 0, sums)
+    _factors(a, begin, head, v, renormalise, factors)
+    _add_rest(a, begin, head, factors, 0, sums)
     for r in range(head, end, _GROUP):
-        for k in range(_GROUP):
-            total = _total(a[r + k], r + k) if renormalise else one
-            for q in range(queries):
-                factors[q, k] = v[q, r + k] / total
+        _factors(a, r, r + _GROUP, v, renormalise, factors)
         reach = min(-(-(r + _GROUP) // (line * columns)), end // (line * columns)) * line
         following = r + _GROUP if r + _GROUP < end else r
         backwards = a.shape[1] * a.itemsize % _PAGE == 0 and reach * a.itemsize <= _PAGE
@@ -332,10 +326,20 @@ def _multiply(a, v, begin, end, renormalise, sums):
         _add_rest(a, r, r + _GROUP, factors, reach * columns, sums)
 
 
+@_compiled()
+@no_type_check
+def _factors(a, begin, end, v, renormalise, factors):
+    """factors [Q, rows]: what each of the rows of A is multiplied by."""
+    for r in range(begin, end):
+        total = _total(a[r], r) if renormalise else v.dtype.type(1)
+        for q in range(len(v)):
+            factors[q, r - begin] = v[q, r] / total
+
+
 @_compiled(fastmath={"contract"})
 @no_type_check
 def _add_rest(a, begin, end, factors, first, sums):
-    """The same for the few columns from `first` that fill no line of memory, or for a row outside the groups."""
+    """The same for the few columns from `first` that fill no line of memory, or for rows that fill no group."""
     columns = sums.shape[1]
     for r in range(begin, end):
         for q in range(len(factors)):
@@ -390,9 +394,10 @@ def _gather(sums, begin, end, stay, move, v):
 
 @_compiled()
 @no_type_check
-def _work(a, which, lam, edges, renormalise, sums, counter, finished, out):
-    """Take block after block until none is left."""
-    layers, blocks, lanes = a.shape[1], len(edges) - 1, sums.shape[1]
+def _work(a, which, lam, height, renormalise, sums, counter, finished, out):
+    """Take block after block of `height` rows until none is left."""
+    layers, lanes, n = a.shape[1], sums.shape[1], sums.shape[3] * sums.shape[4]
+    blocks = -(-n // height)
     known = 0  # blocks up to here are finished
     while True:
         number = _take(counter)
@@ -402,7 +407,8 @@ def _work(a, which, lam, edges, renormalise, sums, counter, finished, out):
             if _is_set(finished, known):
                 known += 1
         step, block = number // blocks, number % blocks
-        begin, end, lane = edges[blocks - 1 - block], edges[blocks - block], block % lanes
+        end, lane = n - block * height, block % lanes
+        begin = max(0, end - height)
         b, t, v = step // layers, layers - 1 - step % layers, out[step // layers]
         if t < layers - 1:
             _gather(sums[(step - 1) % _RING], begin, end, 1 - lam[b, t], lam[b, t], v)
@@ -427,10 +433,7 @@ def _walk(a, which, lam, rows, renormalise, out, threads):
     height = -(-n // (_BLOCKS * threads * _GROUP)) * _GROUP
     blocks = -(-n // height)
     lanes = min(_LANES * threads, blocks)
-    edges = np.empty(blocks + 1, np.int64)
-    for block in range(blocks + 1):
-        edges[block] = max(0, n - (blocks - block) * height)
     sums = np.zeros((_RING, lanes, queries, columns, n // columns), out.dtype)
     counter, finished = np.zeros(1, np.int64), np.zeros(len(out) * layers * blocks, np.int64)
     for _thread in numba.prange(threads):
-        _work(a, which, lam, edges, renormalise, sums, counter, finished, out)
+        _work(a, which, lam, height, renormalise, sums, counter, finished, out)
