@@ -176,8 +176,10 @@ def _step(
     """
     n = p.shape[-1]
     if first:
-        torch.mul(_wide(a, out.dtype, renormalise), lam, out=out)
-        out.diagonal().add_(1.0 - lam)
+        out.copy_(a)
+        if renormalise:
+            out.div_(out.sum(-1, keepdim=True))
+        out.mul_(lam).diagonal().add_(1.0 - lam)
         if rounded is not None:
             rounded.p.copy_(out)
         return
